@@ -1,0 +1,110 @@
+"""The few operations that models are made of. One folder beside this file per device; `reference` defines the meaning.
+
+Activations travel as float32 [rows, features]. A weight keeps its own precision, and the operation accumulates in
+float32. Promise of every implementation: a row's result does not depend on the other rows, on their number or on the
+row's place, bit for bit.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+from torch import Tensor
+
+from forerun.kernels.kv_store import KVStore
+from forerun.models.batch import TokenBatch
+
+Activation = Literal["silu", "gelu_tanh"]
+
+
+@dataclass(frozen=True)
+class Norm:
+    """RMS norm: x / sqrt(mean(x^2) + epsilon) * weight. weight: float32 [features], "1 +" of Gemma already added."""
+
+    weight: Tensor
+    epsilon: float
+
+
+@dataclass(frozen=True)
+class AttentionSpec:
+    """What one layer's attention is.
+
+    heads, kv_heads, head_dim: counts; heads is a multiple of kv_heads.
+    scale: factor on q.k. window: how many latest positions a token sees, itself included; None = all.
+    softcap: scores become softcap * tanh(scores / softcap); None = off.
+    query_norm, key_norm: RMS norm over head_dim before RoPE, or None.
+    rotary: int, which of the model's rotary tables this layer uses.
+    """
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    scale: float
+    window: int | None = None
+    softcap: float | None = None
+    query_norm: Norm | None = None
+    key_norm: Norm | None = None
+    rotary: int = 0
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """A mixture of experts. router: packed linear to the expert logits; gate_up, down: one packed linear per expert.
+
+    top_k experts serve a token, weighted by softmax over all experts' router logits; `renormalise` makes the chosen
+    weights sum to 1.
+    """
+
+    router: Any
+    gate_up: Sequence[Any]
+    down: Sequence[Any]
+    top_k: int
+    renormalise: bool
+
+
+class Kernels(Protocol):
+    """A device's operations. `Packed` weights and `Prepared` batches are opaque to models."""
+
+    name: str
+
+    def pack(self, weight: Tensor, bias: Tensor | None = None) -> Any:
+        """Prepare a linear layer's weight [out, in] (float32 or bfloat16) for `norm_project`, `project_add`, `logits`."""
+        ...
+
+    def prepare(self, batch: TokenBatch, store: KVStore, rotary: Sequence[tuple[Tensor, Tensor]]) -> Any:
+        """Lay a batch out for this device, once per step. rotary: tables (cos, sin), float32 [positions, rotary_dim / 2]."""
+        ...
+
+    def embed(self, table: Tensor, prepared: Any, scale: float) -> Tensor:
+        """Rows of the embedding table times scale: float32 [rows', hidden] (rows' includes any padding)."""
+        ...
+
+    def norm_project(self, x: Tensor, norm: Norm | None, packed: Any) -> Tensor:
+        """Linear(norm(x)): float32 [rows', out]."""
+        ...
+
+    def rotate_and_write(self, qkv: Tensor, spec: AttentionSpec, layer: int, prepared: Any, store: KVStore) -> Tensor:
+        """Split q, k, v (in that order, [heads | kv_heads | kv_heads] * head_dim), apply the head norms and RoPE (halves
+        rotated together, as in transformers' rotate_half; features past rotary_dim pass through), write k and v into
+        the store, return q: float32 [rows', heads * head_dim]."""
+        ...
+
+    def attend(self, q: Tensor, spec: AttentionSpec, layer: int, prepared: Any, store: KVStore) -> Tensor:
+        """Causal attention along each row's path: float32 [rows', heads * head_dim]."""
+        ...
+
+    def project_add(self, x: Tensor, packed: Any, residual: Tensor, norm: Norm | None = None) -> Tensor:
+        """residual + norm(Linear(x)): float32 [rows', out]."""
+        ...
+
+    def gate(self, gate_up: Tensor, activation: Activation) -> Tensor:
+        """activation(first half) * second half of the features: float32 [rows', out / 2]."""
+        ...
+
+    def mixture(self, x: Tensor, norm: Norm | None, mixture: Mixture, activation: Activation) -> Tensor:
+        """Sum of the chosen experts' gated MLPs on norm(x), without the residual: float32 [rows', hidden]."""
+        ...
+
+    def logits(self, x: Tensor, norm: Norm, packed: Any, prepared: Any, softcap: float | None) -> Tensor:
+        """Logits of the batch's `logit_rows`: float32 [wanted, vocabulary], padding removed."""
+        ...
