@@ -12,7 +12,7 @@ from typing import Any, Literal, Protocol
 from torch import Tensor
 
 from forerun.kernels.kv_store import KVStore
-from forerun.models.batch import TokenBatch
+from forerun.kernels.batch import TokenBatch
 
 Activation = Literal["silu", "gelu_tanh"]
 

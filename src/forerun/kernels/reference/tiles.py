@@ -1,0 +1,46 @@
+"""Products of matrices whose rows do not depend on their company.
+
+A matrix library picks its algorithm, and with it the order of accumulation, by the number of rows. Here it never sees
+any other number than ROW_TILE, so that a row's bits depend on that row alone.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+ROW_TILE = 16
+
+
+@dataclass(frozen=True)
+class PackedLinear:
+    """weight: [out, in], float32 or bfloat16. bias: float32 [out] or None."""
+
+    weight: Tensor
+    bias: Tensor | None
+
+
+def padded_rows(rows: int) -> int:
+    """The next multiple of ROW_TILE, at least one tile."""
+    return max(ROW_TILE, -(-rows // ROW_TILE) * ROW_TILE)
+
+
+def pad_rows(x: Tensor) -> Tensor:
+    """x [rows, ...] with zero rows appended up to a whole number of tiles."""
+    missing = padded_rows(len(x)) - len(x)
+    return x if not missing else torch.cat([x, x.new_zeros(missing, *x.shape[1:])])
+
+
+def linear(x: Tensor, packed: PackedLinear) -> Tensor:
+    """x W^T + b, float32 [rows, out], for float32 x [rows, in] with rows a multiple of ROW_TILE."""
+    x = x.to(packed.weight.dtype)
+    tiles = [F.linear(tile, packed.weight) for tile in _tiles(x)]
+    y = (tiles[0] if len(tiles) == 1 else torch.cat(tiles)).float()
+    return y if packed.bias is None else y + packed.bias
+
+
+def _tiles(x: Tensor) -> Iterator[Tensor]:
+    for start in range(0, len(x), ROW_TILE):
+        yield x[start : start + ROW_TILE]
