@@ -109,26 +109,32 @@ class _Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
-class CacheSettings(_Section):
+class CacheConfig(_Section):
     """Memory for keys and values."""
 
     memory: Size = Field(
-        "auto", description="memory for the key/value cache: auto (from the machine) or a size, 512MiB"
+        default="auto", description="memory for the key/value cache: auto (from the machine) or a size, 512MiB"
     )
-    page_size: Count = Field(16, ge=1, description="tokens per page of the key/value cache")
-    prefix: bool = Field(True, description="reuse the keys and values of prompts that begin alike")
+    page_size: Count = Field(default=16, ge=1, description="tokens per page of the key/value cache")
+    prefix: bool = Field(default=True, description="reuse the keys and values of prompts that begin alike")
 
 
-class BatchingSettings(_Section):
+class BatchingConfig(_Section):
     """Which requests share a step."""
 
-    max_batch: Count = Field(32, ge=1, description="most requests that decode in one step")
-    min_batch: Count = Field(1, ge=1, description="hold new requests until so many wait (or max_wait_ms is over)")
-    max_wait_ms: Milliseconds = Field(100.0, ge=0, description="longest time, in ms, to hold a request for min_batch")
-    token_limit: Count = Field(512, ge=1, description="most tokens that one step computes, draft nodes included")
+    max_batch: Count = Field(default=32, ge=1, description="most requests that decode in one step")
+    min_batch: Count = Field(
+        default=1, ge=1, description="hold new requests until so many wait (or max_wait_ms is over)"
+    )
+    max_wait_ms: Milliseconds = Field(
+        default=100.0, ge=0, description="longest time, in ms, to hold a request for min_batch"
+    )
+    token_limit: Count = Field(
+        default=512, ge=1, description="most tokens that one step computes, draft nodes included"
+    )
 
     @model_validator(mode="after")
-    def _minimum_below_maximum(self) -> "BatchingSettings":
+    def _minimum_below_maximum(self) -> "BatchingConfig":
         if self.min_batch > self.max_batch:
             raise ValueError(
                 f"batching.min_batch is {self.min_batch}, more than batching.max_batch ({self.max_batch}): a batch "
@@ -137,34 +143,40 @@ class BatchingSettings(_Section):
         return self
 
 
-class SpeculationSettings(_Section):
+class SpeculationConfig(_Section):
     """Who guesses, and how much. Never changes an answer."""
 
-    method: Method = Field("auto", description="auto, off, or a list of drafters: suffix, draft")
-    draft_model: Text = Field(None, min_length=1, description="small model with the target's tokenizer, for `draft`")
-    draft_precision: Precision = Field("auto", description="number format of the draft model's weights")
-    width: Count = Field(3, ge=1, description="most children of a node of the draft tree")
-    depth: Count = Field(12, ge=1, description="most levels of the draft tree")
-    nodes: Count = Field(15, ge=1, description="most draft nodes per request and step")
-    step_nodes: Count = Field(64, ge=0, description="most draft nodes per step, over all requests")
-    share_history: bool = Field(True, description="let requests of different tenants learn from one another's tokens")
-    history_tokens: Count = Field(1_000_000, ge=0, description="most tokens of earlier traffic that drafters remember")
+    method: Method = Field(default="auto", description="auto, off, or a list of drafters: suffix, draft")
+    draft_model: Text = Field(
+        default=None, min_length=1, description="small model with the target's tokenizer, for `draft`"
+    )
+    draft_precision: Precision = Field(default="auto", description="number format of the draft model's weights")
+    width: Count = Field(default=3, ge=1, description="most children of a node of the draft tree")
+    depth: Count = Field(default=12, ge=1, description="most levels of the draft tree")
+    nodes: Count = Field(default=15, ge=1, description="most draft nodes per request and step")
+    step_nodes: Count = Field(default=64, ge=0, description="most draft nodes per step, over all requests")
+    share_history: bool = Field(
+        default=True, description="let requests of different tenants learn from one another's tokens"
+    )
+    history_tokens: Count = Field(
+        default=1_000_000, ge=0, description="most tokens of earlier traffic that drafters remember"
+    )
     acceptance: Annotated[Literal["exact"], BeforeValidator(_word)] = Field(
-        "exact", description="which guesses stand: exact (the same tokens as without speculation)"
+        default="exact", description="which guesses stand: exact (the same tokens as without speculation)"
     )
     acceptance_threshold: Annotated[float | None, BeforeValidator(_number_or_auto)] = Field(
-        None, gt=0, le=1, description="threshold of lossy acceptance; none with exact acceptance"
+        default=None, gt=0, le=1, description="threshold of lossy acceptance; none with exact acceptance"
     )
     fallback: Annotated[Literal["auto", "off"], BeforeValidator(_word)] = Field(
-        "auto", description="decode plainly while speculation does not pay"
+        default="auto", description="decode plainly while speculation does not pay"
     )
-    device: Annotated[Literal["auto"], BeforeValidator(_word)] = Field("auto", description="where drafters run")
+    device: Annotated[Literal["auto"], BeforeValidator(_word)] = Field(default="auto", description="where drafters run")
     on_draft_error: Annotated[Literal["fail", "off"], BeforeValidator(_word)] = Field(
-        "fail", description="when a drafter cannot start: fail, or go on without it"
+        default="fail", description="when a drafter cannot start: fail, or go on without it"
     )
 
     @model_validator(mode="after")
-    def _consistent(self) -> "SpeculationSettings":
+    def _consistent(self) -> "SpeculationConfig":
         if "draft" in self.method and self.draft_model is None:
             raise ValueError(
                 "speculation.method names the drafter 'draft', but no draft model is set; set speculation.draft_model "
@@ -173,23 +185,23 @@ class SpeculationSettings(_Section):
         if self.acceptance_threshold is not None:
             raise ValueError(
                 f"speculation.acceptance_threshold is {self.acceptance_threshold}, but speculation.acceptance is "
-                "'exact', which has no threshold; threshold acceptance comes with the lossy rules; allowed now: leave it unset"
+                "'exact', which has no threshold; that comes with the lossy rules; allowed now: leave it unset"
             )
         return self
 
 
-class ControlSettings(_Section):
+class ControlConfig(_Section):
     """How much to guess."""
 
     policy: Annotated[Literal["fixed"], BeforeValidator(_word)] = Field(
-        "fixed", description="how the size of draft trees is decided: fixed (the limits under speculation)"
+        default="fixed", description="how the size of draft trees is decided: fixed (the limits under speculation)"
     )
 
 
-class ParallelSettings(_Section):
+class ParallelConfig(_Section):
     """More than one device."""
 
-    tensor: Count = Field(1, ge=1, le=1, description="devices that share the target's weights")
+    tensor: Count = Field(default=1, ge=1, le=1, description="devices that share the target's weights")
 
 
 class EngineConfig(_Section):
@@ -198,20 +210,26 @@ class EngineConfig(_Section):
     Wrong values raise pydantic's ValidationError here, and a readable ConfigError from `resolve` and `configure`.
     """
 
-    model: str = Field(DEFAULT_MODEL, min_length=1, description="alias, directory, .gguf file or hub id of the target")
-    precision: Precision = Field("auto", description="number format of the weights: auto, fp32, bf16")
-    device: Device = Field("auto", description="auto, cpu or cuda")
-    threads: CountOrAuto = Field(None, ge=1, description="threads of the CPU kernels; auto: one per core")
-    context_length: CountOrAuto = Field(None, ge=1, description="most tokens of prompt and answer; auto: the model's")
-    seed: CountOrAuto = Field(None, ge=0, lt=2**63, description="seed of requests that bring none; auto: a random one")
-    log_level: Annotated[Literal["debug", "info", "warning", "error"], BeforeValidator(_word)] = Field(
-        "warning", description="least severe messages to log"
+    model: str = Field(
+        default=DEFAULT_MODEL, min_length=1, description="alias, directory, .gguf file or hub id of the target"
     )
-    cache: CacheSettings = CacheSettings()
-    batching: BatchingSettings = BatchingSettings()
-    speculation: SpeculationSettings = SpeculationSettings()
-    control: ControlSettings = ControlSettings()
-    parallel: ParallelSettings = ParallelSettings()
+    precision: Precision = Field(default="auto", description="number format of the weights: auto, fp32, bf16")
+    device: Device = Field(default="auto", description="auto, cpu or cuda")
+    threads: CountOrAuto = Field(default=None, ge=1, description="threads of the CPU kernels; auto: one per core")
+    context_length: CountOrAuto = Field(
+        default=None, ge=1, description="most tokens of prompt and answer; auto: the model's"
+    )
+    seed: CountOrAuto = Field(
+        default=None, ge=0, lt=2**63, description="seed of requests that bring none; auto: a random one"
+    )
+    log_level: Annotated[Literal["debug", "info", "warning", "error"], BeforeValidator(_word)] = Field(
+        default="warning", description="least severe messages to log"
+    )
+    cache: CacheConfig = CacheConfig()
+    batching: BatchingConfig = BatchingConfig()
+    speculation: SpeculationConfig = SpeculationConfig()
+    control: ControlConfig = ControlConfig()
+    parallel: ParallelConfig = ParallelConfig()
 
     @property
     def drafters(self) -> tuple[str, ...]:
