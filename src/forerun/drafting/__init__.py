@@ -1,0 +1,1 @@
+"""Where guesses come from: one file per drafter behind the protocol in `base`, the draft tree, and merging."""
