@@ -1,0 +1,1 @@
+"""How much to guess. One file per policy behind the protocol in `base`."""

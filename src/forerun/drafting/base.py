@@ -55,3 +55,7 @@ class Drafter(Protocol):
     def forget(self, request_id: int) -> None:
         """The request ended (for whatever reason): drop what was kept for it alone. Unknown ids are ignored."""
         ...
+
+    def clear_history(self) -> None:
+        """Drop everything that was learnt from earlier requests."""
+        ...

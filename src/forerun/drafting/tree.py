@@ -37,6 +37,10 @@ class DraftTree:
     def __len__(self) -> int:
         return self._size
 
+    def head(self, nodes: int) -> "DraftTree":
+        """The tree of the first `nodes` nodes; parents stand before children, so it is a tree."""
+        return DraftTree(self.tokens[:nodes], self.parents[:nodes], self.scores[:nodes], self.source[:nodes])
+
     def depths(self) -> list[int]:
         """Depth of each node: 1 for a child of the root."""
         depths: list[int] = []

@@ -1,0 +1,1 @@
+"""A request's life: scheduling, the step loop, and the fronts over it."""

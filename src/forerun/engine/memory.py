@@ -1,0 +1,50 @@
+"""How many KV slots fit: from the setting, or from what the machine has free."""
+
+import os
+
+import torch
+
+from forerun.errors import CacheMemoryError
+
+# Of the memory that is free when the engine starts, this much may go to the KV cache.
+AUTO_SHARE = {"cpu": 0.25, "cuda": 0.8}
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes free on the device now."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 4 << 30
+
+
+def cache_slots(
+    memory: int | None, *, bytes_per_slot: int, page_size: int, wanted: int, context: int, device: torch.device
+) -> int:
+    """Slots for the KV cache, a multiple of page_size.
+
+    memory: bytes set by the user, or None to size the cache by the machine: a share of the free memory, but no more than
+    `wanted` slots (every request of a full batch at full length). context: slots that one request of full length needs.
+    Raises CacheMemoryError when not even one page fits, or when the setting asks for more than the machine has free.
+    """
+    free = free_memory(device)
+    if memory is not None and memory > free:
+        raise CacheMemoryError(
+            f"cache.memory asks for {_size(memory)}, but {_size(free)} are free on {device.type}; lower cache.memory "
+            f"(one token takes {_size(bytes_per_slot)}, a request of {context} tokens {_size(context * bytes_per_slot)})"
+        )
+    budget = memory if memory is not None else min(int(free * AUTO_SHARE[device.type]), wanted * bytes_per_slot)
+    slots = budget // bytes_per_slot // page_size * page_size
+    if slots < page_size:
+        raise CacheMemoryError(
+            f"the key/value cache gets {_size(budget)}, but one page of {page_size} tokens needs "
+            f"{_size(page_size * bytes_per_slot)}; raise cache.memory or lower cache.page_size"
+        )
+    return slots
+
+
+def _size(count: float) -> str:
+    for unit in ("B", "KiB", "MiB"):
+        if count < 1024:
+            return f"{count:.4g} {unit}"
+        count /= 1024
+    return f"{count:.4g} GiB"
