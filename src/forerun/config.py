@@ -118,6 +118,11 @@ class CacheConfig(_Section):
     page_size: Count = Field(default=16, ge=1, description="tokens per page of the key/value cache")
     prefix: bool = Field(default=True, description="reuse the keys and values of prompts that begin alike")
 
+    @property
+    def memory_bytes(self) -> int | None:
+        """Bytes for keys and values; None when the machine decides."""
+        return None if self.memory == "auto" else self.memory
+
 
 class BatchingConfig(_Section):
     """Which requests share a step."""
@@ -207,7 +212,7 @@ class ParallelConfig(_Section):
 class EngineConfig(_Section):
     """All settings of an engine.
 
-    Wrong values raise pydantic's ValidationError here, and a readable ConfigError from `resolve` and `configure`.
+    Wrong values raise pydantic's ValidationError here, and a readable ConfigError from `resolve` and `make_config`.
     """
 
     model: str = Field(
@@ -220,7 +225,7 @@ class EngineConfig(_Section):
         default=None, ge=1, description="most tokens of prompt and answer; auto: the model's"
     )
     seed: CountOrAuto = Field(
-        default=None, ge=0, lt=2**63, description="seed of requests that bring none; auto: a random one"
+        default=None, ge=-(2**63), lt=2**64, description="seed of requests that bring none; auto: a random one"
     )
     log_level: Annotated[Literal["debug", "info", "warning", "error"], BeforeValidator(_word)] = Field(
         default="warning", description="least severe messages to log"
@@ -322,12 +327,9 @@ def resolve(
     return ResolvedConfig(_build(given), origin)
 
 
-def configure(model: "str | os.PathLike[str] | EngineConfig", **arguments: Any) -> EngineConfig:
-    """The configuration for `LLM(model, **arguments)`: a given one, changed by arguments; or a name, by all sources."""
-    if not isinstance(model, EngineConfig):
-        return resolve(arguments={"model": os.fspath(model), **arguments}).config
-    base = [Given(path, path, _look_up(model.model_dump(), path), "given configuration") for path in _SETTINGS]
-    return _build(merge([base, read_mapping(arguments, _SETTINGS, where="argument")]))
+def make_config(**arguments: Any) -> EngineConfig:
+    """The configuration for keyword arguments, on top of the environment. Raises ConfigError."""
+    return resolve(arguments=arguments).config
 
 
 def _build(given: Mapping[str, Given]) -> EngineConfig:
