@@ -1,0 +1,222 @@
+"""The suffix drafter: what followed the last few tokens when they occurred before, in this request or in earlier traffic.
+
+After SuffixDecoding (arXiv 2411.04975), with chains of n-gram occurrences in place of suffix trees, and with the
+continuations' chances measured while running. It needs no model. Nothing here looks at logits or text.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from heapq import heappop, heappush
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+
+from forerun.drafting.match_statistics import MatchStatistics, match_kind
+from forerun.drafting.suffix_history import SuffixHistory
+from forerun.drafting.token_index import TokenIndex
+from forerun.drafting.tree import EMPTY_TREE, DraftTree
+
+if TYPE_CHECKING:
+    from forerun.drafting.base import DraftContext, DraftLimit
+    from forerun.verification.walk import Verdict
+
+NAME = "suffix"
+ORDERS = (5, 2, 1)
+OCCURRENCES = 32
+LEAD = 16  # tokens of the prompt's end that are remembered before an answer
+SHARED_DISCOUNT = 0.5
+
+
+class _Match(NamedTuple):
+    """One earlier occurrence: tokens from `cell` on followed it. weight: of its vote."""
+
+    cells: memoryview
+    cell: int
+    length: int
+    weight: float
+    own: bool
+
+
+@dataclass
+class _Branch:
+    """A node of the last proposal (or its root): the class of the matches below it, and the children by token."""
+
+    kind: int = 0
+    listed: float = 0.0
+    children: dict[int, "_Branch | None"] = field(default_factory=dict)
+
+
+_Guess: TypeAlias = tuple[float, int, int, int, int, float, _Branch, list[_Match]]
+"""On the heap: minus the score, a tie-breaker, parent, level, token, share of the votes, the parent's branch, voters."""
+
+
+@dataclass
+class _Request:
+    """What is kept for one request. tokens: the engine's own list, read only. proposal: the last one, until observed."""
+
+    tokens: Sequence[int]
+    prompt_length: int
+    tenant: str
+    statistics: MatchStatistics
+    index: TokenIndex | None = None
+    proposal: _Branch | None = None
+    proposed_at: int = 0
+
+
+class SuffixDrafter:
+    """Proposes the continuations of earlier occurrences of the context's longest suffix.
+
+    history_tokens: how many tokens of earlier traffic are remembered; 0 = none. share_history: whether requests of
+    different tenants learn from each other. min_score: guesses with a smaller estimated chance are not proposed.
+    """
+
+    name = NAME
+
+    def __init__(self, *, history_tokens: int = 1_000_000, share_history: bool = True, min_score: float = 0.15) -> None:
+        self.min_score = min_score
+        self._history = SuffixHistory(history_tokens, share=share_history, orders=ORDERS)
+        self._statistics = MatchStatistics()
+        self._requests: dict[int, _Request] = {}
+
+    def propose(self, contexts: "Sequence[DraftContext]", limit: "DraftLimit") -> list[DraftTree]:
+        """One tree per context, best guesses first; empty where nothing is likely enough."""
+        return [self._propose(context, limit) for context in contexts]
+
+    def observe(self, context: "DraftContext", verdict: "Verdict") -> None:
+        """Compare the last proposal with the tokens committed since; whether it was verified does not matter."""
+        request = self._request(context)
+        branch, request.proposal = request.proposal, None
+        for token in request.tokens[request.proposed_at :] if branch else ():
+            if branch is None:
+                break
+            if branch.children:
+                request.statistics.add(branch.kind, branch.listed, token in branch.children)
+            branch = branch.children.get(token)
+
+    def forget(self, request_id: int) -> None:
+        """Drop the request's own state; its answer goes into the history."""
+        request = self._requests.pop(request_id, None)
+        if request is None or len(request.tokens) <= request.prompt_length:
+            return
+        self._history.add(request.tenant, request.tokens[max(request.prompt_length - LEAD, 0) :])
+
+    def clear_history(self) -> None:
+        """Forget earlier traffic and what was learnt from it; requests in progress keep their own tokens."""
+        self._history.clear()
+        self._statistics = MatchStatistics()
+
+    def memory_bytes(self) -> int:
+        """Bytes reserved for earlier traffic and for the tokens of requests in progress."""
+        own = sum(request.index.memory_bytes for request in self._requests.values() if request.index)
+        return own + self._history.memory_bytes
+
+    def _request(self, context: "DraftContext") -> _Request:
+        request = self._requests.get(context.request_id)
+        if request is None:
+            statistics = MatchStatistics(self._statistics)
+            request = _Request(context.tokens, context.prompt_length, context.tenant, statistics)
+            self._requests[context.request_id] = request
+        request.tokens = context.tokens
+        return request
+
+    def _propose(self, context: "DraftContext", limit: "DraftLimit") -> DraftTree:
+        depth = min(limit.depth, context.room)
+        if depth < 1 or limit.nodes < 1 or limit.width < 1:
+            return EMPTY_TREE
+        request = self._request(context)
+        matches = self._matches(request)
+        if not matches:
+            request.proposal = None
+            return EMPTY_TREE
+        tree, request.proposal = grow(matches, request.statistics, self.min_score, depth, limit.nodes, limit.width)
+        request.proposed_at = len(request.tokens)
+        return tree
+
+    def _matches(self, request: _Request) -> list[_Match]:
+        index = self._indexed(request)
+        suffix = index.suffix()
+        own = index.matches(suffix, OCCURRENCES)
+        store = self._history.store_of(request.tenant)
+        shared = store.matches(suffix, OCCURRENCES) if store else []
+        longest = max((length for length, _ in own + shared), default=0)
+        found = [_Match(index.cells, cell, length, 2.0 ** (length - longest), True) for length, cell in own]
+        if store:
+            found += [
+                _Match(store.cells, cell, length, SHARED_DISCOUNT * 2.0 ** (length - longest), False)
+                for length, cell in shared
+            ]
+        return found
+
+    def _indexed(self, request: _Request) -> TokenIndex:
+        """The request's index, holding all its committed tokens."""
+        tokens, index = request.tokens, request.index
+        if index is None or len(tokens) + 2 > index.capacity or len(tokens) < index.stored:
+            capacity = 1 << (len(tokens) + 130).bit_length()
+            index = request.index = TokenIndex(capacity, ORDERS)
+            index.start_sequence(capacity - 2)
+        if index.stored < len(tokens):
+            index.extend(tokens[index.stored :])
+        return index
+
+
+def grow(
+    matches: Sequence[_Match], statistics: MatchStatistics, min_score: float, depth: int, nodes: int, width: int
+) -> tuple[DraftTree, _Branch | None]:
+    """The tree of the likeliest continuations of the matches, best first, and what to compare with the truth later.
+
+    A node's score is its parent's, times the chance that the text goes on as at one of the matches that led here, times
+    the share of their votes for its token. Matches that led to a node count as one token longer there.
+    """
+    tokens: list[int] = []
+    parents: list[int] = []
+    scores: list[float] = []
+    root = _Branch()
+    heap: list[_Guess] = []
+    _guess(heap, matches, statistics, root, -1, 0, 1.0, min_score, width)
+    while heap and len(tokens) < nodes:
+        negative, _, parent, level, token, share, above, voters = heappop(heap)
+        branch = above.children[token] = _Branch()
+        above.listed += share
+        tokens.append(token)
+        parents.append(parent)
+        scores.append(-negative)
+        if level < depth:
+            _guess(heap, voters, statistics, branch, len(tokens) - 1, level, -negative, min_score, width)
+    if not tokens:
+        return EMPTY_TREE, None
+    return DraftTree(tokens, parents, scores, [NAME] * len(tokens)), root
+
+
+def _guess(
+    heap: list[_Guess],
+    voters: Sequence[_Match],
+    statistics: MatchStatistics,
+    branch: _Branch,
+    node: int,
+    level: int,
+    score: float,
+    min_score: float,
+    width: int,
+) -> None:
+    """Put the likely children of a node on the heap: what the voters' text goes on with after `level` tokens."""
+    first = voters[0]
+    longest, own = first.length, first.own
+    total = 0.0
+    groups: dict[int, list[_Match]] = {}
+    weights: dict[int, float] = {}
+    for match in voters:
+        cell = match.cells[match.cell + level]
+        if cell:
+            groups.setdefault(cell, []).append(match)
+            weights[cell] = weights.get(cell, 0.0) + match.weight
+            total += match.weight
+            if match.length > longest or (match.length == longest and match.own):
+                longest, own = match.length, match.own
+    branch.kind = match_kind(longest + level, own=own, several=len(voters) > 1)
+    score *= statistics.chance(branch.kind)
+    ranked = groups if len(groups) == 1 else sorted(groups, key=weights.__getitem__, reverse=True)[:width]
+    for cell in ranked:
+        share = weights[cell] / total
+        if score * share < min_score:
+            break
+        heappush(
+            heap, (-score * share, len(heap) + (node + 1) * 64, node, level + 1, cell - 1, share, branch, groups[cell])
+        )
