@@ -1,0 +1,197 @@
+"""The one decoder: packs the weights of an `Architecture` and runs a `TokenBatch` through them.
+
+It knows nothing of requests, sampling or speculation, and no family by name: differences are data.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from forerun.errors import ConfigError
+from forerun.kernels.base import AttentionSpec, Kernels, Mixture, Norm
+from forerun.kernels.batch import TokenBatch
+from forerun.kernels.kv_store import KVStore
+from forerun.models.architecture import Architecture
+from forerun.models.parameters import (
+    EMBEDDING,
+    FINAL_NORM,
+    LM_HEAD,
+    LayerParts,
+    LinearParts,
+    Weights,
+    layer_parts,
+    stack_rows,
+)
+from forerun.models.rotary import rotary_table
+
+DTYPES = (torch.float32, torch.bfloat16)
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderLayer:
+    """One layer, packed. Either gate_up and down are set, or mixture."""
+
+    attention: AttentionSpec
+    attention_norm: Norm
+    qkv: Any
+    output: Any
+    output_norm: Norm | None
+    mlp_norm: Norm
+    gate_up: Any
+    down: Any
+    down_norm: Norm | None
+    mixture: Mixture | None
+
+
+class Decoder:
+    """A decoder-only transformer.
+
+    architecture: what it is. tensors: its weights under their Hugging Face names; each is read once, and the mapping is
+    not kept, so that it may be a file that is read lazily. dtype: of weights and cache, float32 or bfloat16.
+    context_length: positions to provide for, at most (and if None) as many as the architecture allows.
+
+    Raises WeightsError for a missing or wrongly shaped tensor, ConfigError for another dtype.
+    """
+
+    def __init__(
+        self,
+        architecture: Architecture,
+        tensors: Mapping[str, Tensor],
+        kernels: Kernels,
+        dtype: torch.dtype,
+        device: torch.device | str = "cpu",
+        context_length: int | None = None,
+    ) -> None:
+        if dtype not in DTYPES:
+            raise ConfigError(f"weights cannot be held as {dtype}; allowed are {', '.join(map(str, DTYPES))}")
+        self.architecture = architecture
+        self.kernels = kernels
+        self.dtype = dtype
+        self.device = torch.device(device)
+        self._context = min(context_length or architecture.context_limit, architecture.context_limit)
+        packer = _Packer(architecture, Weights(tensors, architecture), kernels, dtype, self.device)
+        self._embedding = packer.matrix(EMBEDDING)
+        self._layers = [packer.layer(number) for number in range(len(architecture.layers))]
+        self._final_norm = packer.norm(FINAL_NORM)
+        tied = architecture.tied_embeddings
+        self._lm_head = kernels.pack(self._embedding if tied else packer.matrix(f"{LM_HEAD}.weight"))
+        self._rotary = [
+            (cos.to(self.device), sin.to(self.device))
+            for cos, sin in (rotary_table(rotary, self._context) for rotary in architecture.rotaries)
+        ]
+
+    @property
+    def vocab_size(self) -> int:
+        """Columns of the logits."""
+        return self.architecture.vocab_size
+
+    @property
+    def context_limit(self) -> int:
+        """Positions allowed are 0 ... context_limit - 1."""
+        return self._context
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Bytes of cache that one token takes, over all layers."""
+        a = self.architecture
+        return 2 * len(a.layers) * a.kv_heads * a.head_dim * self.dtype.itemsize
+
+    def new_store(self, slots: int) -> KVStore:
+        """An empty key/value store of this model's shape, dtype and device."""
+        a = self.architecture
+        return KVStore.allocate(len(a.layers), slots, a.kv_heads, a.head_dim, self.dtype, self.device)
+
+    @torch.no_grad()
+    def forward(self, batch: TokenBatch, store: KVStore) -> Tensor:
+        """Run the batch: writes its keys and values into the store, returns float32 [wanted, vocab_size].
+
+        A row's logits depend on the tokens of its path alone, bit for bit, not on how they were cut into batches.
+        """
+        kernels, architecture = self.kernels, self.architecture
+        prepared = kernels.prepare(batch, store, self._rotary)
+        x = kernels.embed(self._embedding, prepared, architecture.embedding_scale)
+        for number, layer in enumerate(self._layers):
+            qkv = kernels.norm_project(x, layer.attention_norm, layer.qkv)
+            q = kernels.rotate_and_write(qkv, layer.attention, number, prepared, store)
+            attended = kernels.attend(q, layer.attention, number, prepared, store)
+            x = kernels.project_add(attended, layer.output, x, layer.output_norm)
+            if layer.mixture is None:
+                gated = kernels.gate(kernels.norm_project(x, layer.mlp_norm, layer.gate_up), architecture.activation)
+                x = kernels.project_add(gated, layer.down, x, layer.down_norm)
+            else:
+                x = x + kernels.mixture(x, layer.mlp_norm, layer.mixture, architecture.activation)
+        if not len(batch.logit_rows):
+            return x.new_empty(0, architecture.vocab_size)
+        return kernels.logits(x, self._final_norm, self._lm_head, prepared, architecture.logit_softcap)
+
+
+@dataclass(frozen=True)
+class _Packer:
+    """Turns named tensors into what the kernels want."""
+
+    architecture: Architecture
+    weights: Weights
+    kernels: Kernels
+    dtype: torch.dtype
+    device: torch.device
+
+    def layer(self, number: int) -> DecoderLayer:
+        parts = layer_parts(self.architecture, number)
+        return DecoderLayer(
+            attention=self.attention(number, parts),
+            attention_norm=self.norm(parts.attention_norm),
+            qkv=self.linear(parts.qkv),
+            output=self.linear(parts.output),
+            output_norm=self.optional_norm(parts.output_norm),
+            mlp_norm=self.norm(parts.mlp_norm),
+            gate_up=None if parts.dense is None else self.linear(parts.dense.gate_up),
+            down=None if parts.dense is None else self.linear(parts.dense.down),
+            down_norm=self.optional_norm(parts.down_norm),
+            mixture=self.mixture(parts),
+        )
+
+    def attention(self, number: int, parts: LayerParts) -> AttentionSpec:
+        a, shape = self.architecture, self.architecture.layers[number]
+        return AttentionSpec(
+            heads=a.heads,
+            kv_heads=a.kv_heads,
+            head_dim=a.head_dim,
+            scale=a.attention_scale,
+            window=shape.window,
+            softcap=a.attention_softcap,
+            query_norm=self.optional_norm(parts.query_norm),
+            key_norm=self.optional_norm(parts.key_norm),
+            rotary=shape.rotary,
+        )
+
+    def mixture(self, parts: LayerParts) -> Mixture | None:
+        experts = self.architecture.experts
+        if parts.router is None or experts is None:
+            return None
+        return Mixture(
+            router=self.linear(parts.router),
+            gate_up=[self.linear(expert.gate_up) for expert in parts.experts],
+            down=[self.linear(expert.down) for expert in parts.experts],
+            top_k=experts.per_token,
+            renormalise=experts.renormalise,
+        )
+
+    def linear(self, parts: LinearParts) -> Any:
+        weight = stack_rows([self.weights.take(f"{name}.weight") for name in parts.names], self.dtype)
+        if not parts.bias:
+            return self.kernels.pack(weight)
+        bias = stack_rows([self.weights.take(f"{name}.bias") for name in parts.names], torch.float32)
+        return self.kernels.pack(weight, bias)
+
+    def matrix(self, name: str) -> Tensor:
+        return self.weights.take(name).to(self.device, self.dtype)
+
+    def norm(self, name: str) -> Norm:
+        weight = self.weights.take(name).to(self.device, torch.float32)
+        return Norm(weight + self.architecture.norm_offset, self.architecture.norm_epsilon)
+
+    def optional_norm(self, name: str | None) -> Norm | None:
+        return None if name is None else self.norm(name)
