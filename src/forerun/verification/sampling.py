@@ -77,7 +77,9 @@ class SamplingParams:
         self._set("stop_token_ids", _checked_ids("stop_token_ids", self.stop_token_ids))
         for name in ("ignore_eos", "include_stop"):
             if not isinstance(getattr(self, name), bool):
-                raise InvalidRequestError(f"{name} is {getattr(self, name)!r}; allowed: True or False; give one of them")
+                raise InvalidRequestError(
+                    f"{name} is {getattr(self, name)!r}; allowed: True or False; give one of them"
+                )
         if self.logprobs is not None:
             self._integer("logprobs", 0, MAX_LOGPROBS, "leave it out to turn log-probabilities off")
 
@@ -145,12 +147,16 @@ def _checked_bias(bias: object) -> dict[int, float] | None:
     if bias is None:
         return None
     if not isinstance(bias, Mapping):
-        raise InvalidRequestError(f"logit_bias is {bias!r}; allowed: a mapping of token id to number; give a dict or None")
+        raise InvalidRequestError(
+            f"logit_bias is {bias!r}; allowed: a mapping of token id to number; give a dict or None"
+        )
     checked = {}
     for key, value in bias.items():
         token, number = _as_int(key), _as_float(value)
         if token is None or token < 0:
-            raise InvalidRequestError(f"logit_bias has token id {key!r}; allowed: whole numbers from 0 up; use token ids as keys")
+            raise InvalidRequestError(
+                f"logit_bias has token id {key!r}; allowed: whole numbers from 0 up; use token ids as keys"
+            )
         if number is None or not -100 <= number <= 100:
             raise InvalidRequestError(
                 f"logit_bias is {value!r} for token id {token}; allowed: -100 .. 100; -100 all but bans a token, 100 all but "

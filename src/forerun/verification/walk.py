@@ -9,7 +9,7 @@ from torch import Tensor
 
 from forerun.drafting.tree import DraftTree
 from forerun.errors import EngineError
-from forerun.verification.choice import SamplingState, checked_best, choose
+from forerun.verification.choice import SamplingState, check_highest, checked_best, choose
 from forerun.verification.logprobs import TokenLogprob, token_logprob
 
 TARGET = "target"
@@ -44,10 +44,14 @@ class LogitRows:
         """
         if self._host is not None:  # a visited row costs microseconds here, and the others nothing
             return checked_best(self._host[index])
-        if self._best is None:  # one call and one transfer for the whole tree: on a device these cost more than the work
+        if (
+            self._best is None
+        ):  # one call and one transfer for the whole tree: on a device these cost more than the work
             values, indices = self._logits.max(dim=1)  # propagates NaN; the first index among equals
             self._best = indices.tolist(), values.tolist()
-        return checked_best(self._best[1][index], self._best[0][index])
+        token = self._best[0][index]
+        check_highest(self._best[1][index], token)
+        return token
 
 
 @dataclass(frozen=True)
@@ -76,14 +80,18 @@ class Verdict:
         tree, above = self.tree, -1
         for node in self.path:
             if not 0 <= node < len(tree) or tree.parents[node] != above:
-                raise ValueError(f"path {self.path} leaves the draft tree of {len(tree)} nodes: {node} is no child of {above}")
+                raise ValueError(
+                    f"path {self.path} leaves the draft tree of {len(tree)} nodes: {node} is no child of {above}"
+                )
             above = node
         emitted = () if self.bonus is None else (self.bonus,)
         tokens = (*(tree.tokens[node] for node in self.path), *emitted)
         if not tokens:
             raise ValueError("a verdict emits at least one token, but the path is empty and there is no bonus token")
         if self.logprobs is not None and len(self.logprobs) != len(tokens):
-            raise ValueError(f"{len(self.logprobs)} log-probabilities for {len(tokens)} tokens; there must be one for each")
+            raise ValueError(
+                f"{len(self.logprobs)} log-probabilities for {len(tokens)} tokens; there must be one for each"
+            )
         object.__setattr__(self, "tokens", tokens)
         object.__setattr__(self, "sources", (*(tree.source[node] for node in self.path), *(TARGET for _ in emitted)))
         object.__setattr__(self, "drafted", len(tree))
@@ -106,7 +114,9 @@ def verify(
     Raises EngineError when the logits at a visited node cannot be chosen from; tokens before it are already in `state`.
     """
     if len(logits) != len(tree) + 1:
-        raise EngineError(f"{len(logits)} rows of logits for a draft tree of {len(tree)} nodes; there must be {len(tree) + 1}")
+        raise EngineError(
+            f"{len(logits)} rows of logits for a draft tree of {len(tree)} nodes; there must be {len(tree) + 1}"
+        )
     children: dict[tuple[int, int], int] = {}
     for node, (parent, token) in enumerate(zip(tree.parents, tree.tokens, strict=True)):
         children.setdefault((parent, token), node)

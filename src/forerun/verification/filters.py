@@ -1,0 +1,86 @@
+"""Which tokens may be sampled: top-k, top-p and min-p. Pure functions of one row of logits; nothing here draws.
+
+Every filter keeps a definite set of tokens: where equals stand at its edge, the lower ids are kept.
+"""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from forerun.verification.noise import Ids
+from forerun.verification.sampling import SamplingParams
+
+Logits = NDArray[np.float32]
+
+_SMALLEST_FLOAT32_TEMPERATURE = 1e-30
+
+
+def largest(values: Logits, count: int) -> Ids:
+    """Ids of the `count` largest values, in ascending order of id; the lower ids among equals. No NaN allowed."""
+    size = len(values)
+    if count >= size:
+        return np.arange(size)
+    if count == 1:
+        return np.array([values.argmax()])
+    edge = np.partition(values, size - count)[size - count]
+    above = np.flatnonzero(values > edge)
+    level = np.flatnonzero(values == edge)[: count - len(above)]
+    return np.sort(np.concatenate([above, level]))
+
+
+def ranked(values: Logits, ids: Ids) -> Ids:
+    """The ids (ascending) ordered by falling value; the lower id first among equals."""
+    order: Ids = ids[np.argsort(-values[ids], kind="stable")]
+    return order
+
+
+def scores(logits: Logits, best: float, temperature: float) -> NDArray[np.float64]:
+    """(logits - best) / temperature: float64, at most 0, the logarithm of the probability but for a constant."""
+    with np.errstate(over="ignore"):  # at a temperature near 0 the others fall to -inf, as they should
+        result: NDArray[np.float64] = (logits.astype(np.float64) - best) / temperature
+    return result
+
+
+def rough_scores(logits: Logits, best: float, temperature: float) -> Logits:
+    """The same in float32, good to a relative 2e-7, at a third of the cost."""
+    with np.errstate(over="ignore"):
+        result: Logits = (logits - np.float32(best)) / np.float32(max(temperature, _SMALLEST_FLOAT32_TEMPERATURE))
+    return result
+
+
+def survivors(logits: Logits, best: float, params: SamplingParams) -> Ids | None:
+    """Ids that top_k, top_p and min_p leave, applied in this order, each to what the one before left; None = all.
+
+    logits: float32 [vocabulary] after bias and penalties, without NaN; best: the highest of them, finite.
+    top_p counts probabilities at the temperature, renormalised over what top_k left, and keeps the token that reaches it.
+    """
+    ids: Ids | None = None
+    if 0 < params.top_k < len(logits):
+        ids = largest(logits, params.top_k)
+    if params.top_p < 1.0:
+        ids = _nucleus(logits, best, params, ids)
+    if params.min_p > 0.0:
+        kept = logits if ids is None else logits[ids]
+        likely = np.flatnonzero(scores(kept, best, params.temperature) >= np.log(params.min_p))
+        ids = likely if ids is None else ids[likely]
+    return ids
+
+
+def _nucleus(logits: Logits, best: float, params: SamplingParams, ids: Ids | None) -> Ids:
+    """The fewest likeliest tokens whose probabilities reach top_p, in ascending order of id."""
+    if ids is not None:
+        return _cut(logits, best, params, ids, None)
+    # The sum over the whole vocabulary needs no better than float32 terms: 1e-7 of it decides nothing but rounding cases.
+    total = float(np.exp(rough_scores(logits, best, params.temperature)).sum(dtype=np.float64))
+    for count in (64, 1024, 16384):  # most nuclei are small, and a full sort is dear
+        kept = _cut(logits, best, params, largest(logits, count), total)
+        if len(kept) < count:
+            return kept
+    return _cut(logits, best, params, np.arange(len(logits)), total)
+
+
+def _cut(logits: Logits, best: float, params: SamplingParams, ids: Ids, total: float | None) -> Ids:
+    """The likeliest of `ids` that reach top_p of `total` (None = of their own sum); all of them if they do not."""
+    order = ranked(logits, ids)
+    mass = np.cumsum(np.exp(scores(logits[order], best, params.temperature)))
+    wanted = params.top_p * (mass[-1] if total is None else total)
+    return np.sort(order[: np.searchsorted(mass, wanted) + 1])
