@@ -1,6 +1,6 @@
-"""The choice: which token the target emits after a node. A pure function; what has been emitted so far is its argument.
+"""The choice: which token the target emits after a node, and a drafter's guess at it. Pure functions.
 
-The order of processing is logit_bias, penalties, min_tokens, temperature, top_k, top_p, min_p, then argmax(score + noise).
+The order is logit_bias, penalties, min_tokens, temperature, top_k, top_p, min_p, then argmax(score + noise).
 """
 
 from collections.abc import Collection, Sequence
@@ -14,19 +14,18 @@ from forerun.verification.noise import Ids, gumbel, gumbel_ceiling
 from forerun.verification.sampling import SamplingParams
 
 DISAGREEMENT = 0.7
-"""How far, in nats of logit, a drafter and its target are taken to differ: the scale of the Gumbel law of their errors."""
+"""How far, in nats of logit, a drafter and its target are taken to differ: the scale of a Gumbel law."""
 
 _FIELD = 8  # candidates among which `propose` shares out the chance
 _LEAST_CHANCE = 1e-9
-_SMALL = 1024  # so few ids are cheaper to perturb than to bound
+_SMALL = 2048  # so few ids are cheaper to perturb than to bound
 _SLACK = np.float32(1e-3)  # the ceiling's and the rough scores' rounding, with room
 
 
 class SamplingState:
-    """What the choice of one sequence's next token depends on besides the logits. Tokens are appended as they are emitted.
+    """What the choice of one sequence's next token depends on besides the logits: parameters, seed, tokens so far.
 
-    prompt_tokens: token ids; they count for the repetition penalty and for positions. end_token_ids: the tokens that end the
-    answer; these and `stop_token_ids` are banned until `min_tokens` tokens are emitted. seed: of this very answer.
+    Whoever emits a token appends it, once; nothing is ever taken back, as drafts are not counted.
     """
 
     def __init__(
@@ -37,6 +36,12 @@ class SamplingState:
         vocab_size: int,
         end_token_ids: Collection[int] = (),
     ) -> None:
+        """The state before the first token of an answer.
+
+        seed: of this very answer. prompt_tokens: they count for the repetition penalty and for positions.
+        end_token_ids: the tokens that end the answer; these and `stop_token_ids` are banned until `min_tokens` tokens
+        are emitted.
+        """
         self.params = params
         self.seed = seed
         self.vocab_size = vocab_size
@@ -96,8 +101,8 @@ class SamplingState:
 def choose(logits: Logits, state: SamplingState) -> int:
     """The token that the target emits. logits: float32 [vocabulary], not written to; `state` is not changed.
 
-    Greedy: the highest processed logit, the lowest id among equals. Else argmax of log-probability plus noise (Gumbel-max)
-    over the tokens that the filters leave, which follows their renormalised distribution exactly.
+    Greedy: the highest processed logit, the lowest id among equals. Else the argmax of log-probability plus noise
+    (Gumbel-max) over the tokens that the filters leave, which follows their renormalised distribution exactly.
 
     Raises EngineError when a logit is NaN, the highest is infinite, none may be chosen, or their number is wrong.
     """
@@ -117,15 +122,15 @@ def choose(logits: Logits, state: SamplingState) -> int:
 def propose(logits: Logits, params: SamplingParams, seed: int, position: int, width: int) -> list[tuple[int, float]]:
     """A drafter's best `width` guesses at the target's choice, best first, each with its estimated chance to be right.
 
-    The drafter makes the choice on its own logits with the target's noise (common random numbers, arXiv 2504.15475): where
-    both models agree on the order of the perturbed scores, the guess is the choice. logits: float32 [vocabulary].
-    position: how many tokens stand before the guessed one. logit_bias and filters are applied; penalties, which need the
-    sequence, are not.
+    The drafter makes the choice on its own logits with the target's noise (common random numbers, arXiv 2504.15475):
+    where both models agree on the order of the perturbed scores, the guess is the choice. logits: float32 [vocabulary].
+    position: how many tokens stand before the guessed one. logit_bias and filters are applied; penalties, which need
+    the sequence, are not. Fewer than `width` guesses come back when the filters leave fewer tokens.
 
-    The chance of a greedy guess is its probability under the draft model. For a sampled guess the noise is already known, and
-    what is not known is by how much the target's logits differ. If the differences are independent and follow a Gumbel law
-    of scale DISAGREEMENT, then the chance is a softmax of the perturbed scores at a temperature of that scale; the sum is
-    taken over the best few candidates. Both are first guesses: drafters calibrate them by what is accepted.
+    The chance of a greedy guess is its probability under the draft model. For a sampled guess the noise is already
+    known, and what is not known is by how much the target's logits differ. If the differences are independent and
+    follow a Gumbel law of scale DISAGREEMENT, the chance is a softmax of the perturbed scores at a temperature of that
+    scale; the sum is taken over the best few candidates. Both are first guesses, to be calibrated by what is accepted.
 
     Raises EngineError when the logits cannot be chosen from.
     """
@@ -161,11 +166,12 @@ def check_highest(value: float, token: int) -> None:
         return
     if value == -np.inf:
         raise EngineError(
-            "no token may be chosen: every logit is -inf; allow more tokens (logit_bias, stop_token_ids with min_tokens), or "
+            "no token may be chosen: every logit is -inf; allow more tokens (min_tokens bans end and stop tokens), or "
             "check the model's weights"
         )
     raise EngineError(
-        f"the logit of token {token} is {value}; logits must be finite; check the model's weights, or use a higher precision"
+        f"the logit of token {token} is {value}; the highest logit must be finite; check the model's weights, or use a "
+        "higher precision"
     )
 
 
@@ -177,8 +183,8 @@ def _race(
     Exact, though most noise is never computed: what cannot be among the best is left out by an upper bound of its sum.
     """
     ids = survivors(logits, best, params)
-    if ids is None and len(logits) > _SMALL:
-        ids = _contenders(logits, best, params.temperature, seed, position, count)
+    if len(logits if ids is None else ids) > _SMALL:
+        ids = _contenders(logits, ids, best, params.temperature, seed, position, count)
     elif ids is None:
         ids = np.arange(len(logits))
     sums = scores(logits[ids], best, params.temperature) + gumbel(seed, position, ids)
@@ -186,14 +192,20 @@ def _race(
     return ids[order], sums[order]
 
 
-def _contenders(logits: Logits, best: float, temperature: float, seed: int, position: int, count: int) -> Ids:
-    """Ids, ascending, that hold the `count` best by score + noise, and not many more."""
+def _contenders(
+    logits: Logits, ids: Ids | None, best: float, temperature: float, seed: int, position: int, count: int
+) -> Ids:
+    """Those of `ids` (None = all), ascending, that hold the `count` best by score + noise, and not many more."""
     ceiling = gumbel_ceiling(seed, position, len(logits))
     ceiling += rough_scores(logits, best, temperature)
-    front = largest(ceiling, count)
-    # No fewer than `count` tokens reach the least sum of these, so a token whose ceiling is below it is not among the best.
+    if ids is not None:
+        ceiling = ceiling[ids]
+    places = largest(ceiling, count)
+    front = places if ids is None else ids[places]
+    # At least `count` tokens reach the least sum of these: a token whose ceiling lies below it is not among the best.
     reached = (scores(logits[front], best, temperature) + gumbel(seed, position, front)).min()
-    return np.flatnonzero(ceiling >= np.float32(reached) - _SLACK)
+    places = np.flatnonzero(ceiling >= np.float32(reached) - _SLACK)
+    return places if ids is None else ids[places]
 
 
 def _bias(params: SamplingParams) -> tuple[Ids, Logits] | None:

@@ -51,13 +51,15 @@ def survivors(logits: Logits, best: float, params: SamplingParams) -> Ids | None
     """Ids that top_k, top_p and min_p leave, applied in this order, each to what the one before left; None = all.
 
     logits: float32 [vocabulary] after bias and penalties, without NaN; best: the highest of them, finite.
-    top_p counts probabilities at the temperature, renormalised over what top_k left, and keeps the token that reaches it.
+    top_p counts probabilities at the temperature, renormalised over what top_k left; the token that reaches it stays.
     """
     ids: Ids | None = None
     if 0 < params.top_k < len(logits):
         ids = largest(logits, params.top_k)
     if params.top_p < 1.0:
-        ids = _nucleus(logits, best, params, ids)
+        kept = logits if ids is None else logits[ids]
+        likely = largest(kept, _nucleus_size(kept, best, params))
+        ids = likely if ids is None else ids[likely]
     if params.min_p > 0.0:
         kept = logits if ids is None else logits[ids]
         likely = np.flatnonzero(scores(kept, best, params.temperature) >= np.log(params.min_p))
@@ -65,22 +67,16 @@ def survivors(logits: Logits, best: float, params: SamplingParams) -> Ids | None
     return ids
 
 
-def _nucleus(logits: Logits, best: float, params: SamplingParams, ids: Ids | None) -> Ids:
-    """The fewest likeliest tokens whose probabilities reach top_p, in ascending order of id."""
-    if ids is not None:
-        return _cut(logits, best, params, ids, None)
-    # The sum over the whole vocabulary needs no better than float32 terms: 1e-7 of it decides nothing but rounding cases.
-    total = float(np.exp(rough_scores(logits, best, params.temperature)).sum(dtype=np.float64))
-    for count in (64, 1024, 16384):  # most nuclei are small, and a full sort is dear
-        kept = _cut(logits, best, params, largest(logits, count), total)
-        if len(kept) < count:
-            return kept
-    return _cut(logits, best, params, np.arange(len(logits)), total)
+def _nucleus_size(logits: Logits, best: float, params: SamplingParams) -> int:
+    """How many of the likeliest tokens it takes for their probabilities to reach top_p.
 
-
-def _cut(logits: Logits, best: float, params: SamplingParams, ids: Ids, total: float | None) -> Ids:
-    """The likeliest of `ids` that reach top_p of `total` (None = of their own sum); all of them if they do not."""
-    order = ranked(logits, ids)
-    mass = np.cumsum(np.exp(scores(logits[order], best, params.temperature)))
-    wanted = params.top_p * (mass[-1] if total is None else total)
-    return np.sort(order[: np.searchsorted(mass, wanted) + 1])
+    Terms in float32 and sums in float64: an error of 1e-7 of the sum, which decides rounding cases, and always alike.
+    """
+    size = len(logits)
+    wanted = params.top_p * np.exp(rough_scores(logits, best, params.temperature)).sum(dtype=np.float64)
+    for count in (256, 4096, size):  # most nuclei are small, and sorting everything is dear
+        head = np.sort(np.partition(logits, size - count)[size - count :] if count < size else logits)[::-1]
+        mass = np.cumsum(np.exp(rough_scores(head, best, params.temperature)), dtype=np.float64)
+        if mass[-1] >= wanted:
+            return int(np.searchsorted(mass, wanted)) + 1
+    return size

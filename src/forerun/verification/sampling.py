@@ -2,7 +2,7 @@
 
 import math
 import operator
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,13 +22,13 @@ class SamplingParams:
     temperature: 0 = greedy (the highest logit, ties to the lowest id); above 0 the logits are divided by it.
     top_p: sample from the smallest set of tokens whose probability reaches top_p; 1 = off. top_k: from the k likeliest
         tokens; 0 or -1 = off. min_p: from tokens at least min_p times as likely as the likeliest; 0 = off.
-    repetition_penalty: logits of tokens in the prompt or the answer are divided (if positive) or multiplied (if negative)
-        by it; 1 = off. presence_penalty: subtracted from the logits of tokens in the answer. frequency_penalty:
+    repetition_penalty: logits of tokens in the prompt or the answer are divided by it (if positive) or multiplied (if
+        negative); 1 = off. presence_penalty: subtracted from the logits of tokens in the answer. frequency_penalty:
         subtracted once for each time the token stands in the answer.
     logit_bias: added to the logits of these token ids, -100 .. 100.
     seed: the same seed gives the same answer; None = a fresh one for each request. Negative seeds count modulo 2**64.
-    n: how many answers. max_tokens, min_tokens: most and fewest tokens of an answer; before min_tokens neither end tokens,
-        stop tokens nor stop strings end it.
+    n: how many answers. max_tokens, min_tokens: most and fewest tokens of an answer; before min_tokens neither end
+        tokens, stop tokens nor stop strings end it.
     stop: strings that end the answer; include_stop keeps them in the text. stop_token_ids: tokens that end the answer.
     ignore_eos: the model's own end tokens may be chosen, but do not end the answer.
     logprobs: report the log-probability of each token and of this many likeliest ones; None = off.
@@ -71,7 +71,7 @@ class SamplingParams:
         self._integer("min_tokens", 0, None, "use 0 for no lower limit")
         if self.min_tokens > self.max_tokens:
             raise InvalidRequestError(
-                f"min_tokens is {self.min_tokens}; allowed: 0 .. max_tokens ({self.max_tokens}); lower it, or raise max_tokens"
+                f"min_tokens is {self.min_tokens}; allowed: 0 .. max_tokens, {self.max_tokens}; lower it or raise the other"
             )
         self._set("stop", _checked_stop(self.stop))
         self._set("stop_token_ids", _checked_ids("stop_token_ids", self.stop_token_ids))
@@ -106,7 +106,7 @@ class SamplingParams:
     def _set(self, name: str, value: Any) -> None:
         object.__setattr__(self, name, value)
 
-    def _number(self, name: str, allowed: str, accepts: Any, remedy: str) -> None:
+    def _number(self, name: str, allowed: str, accepts: Callable[[float], bool], remedy: str) -> None:
         value = getattr(self, name)
         number = _as_float(value)
         if number is None or not accepts(number):
@@ -159,8 +159,8 @@ def _checked_bias(bias: object) -> dict[int, float] | None:
             )
         if number is None or not -100 <= number <= 100:
             raise InvalidRequestError(
-                f"logit_bias is {value!r} for token id {token}; allowed: -100 .. 100; -100 all but bans a token, 100 all but "
-                "forces it"
+                f"logit_bias is {value!r} for token id {token}; allowed: -100 .. 100; -100 all but bans a token, "
+                "100 all but forces it"
             )
         checked[token] = number
     return checked or None

@@ -17,12 +17,10 @@ TARGET = "target"
 
 
 class LogitRows:
-    """The target's logits at the root and at every node of one draft tree, fetched only when they are looked at.
-
-    logits: float32 [nodes + 1, vocabulary] on any device; row 0 is the root, row i + 1 is node i of the tree.
-    """
+    """The target's logits at the root and at every node of one draft tree, fetched only when they are looked at."""
 
     def __init__(self, logits: Tensor) -> None:
+        """logits: float32 [nodes + 1, vocabulary] on any device; row 0 is the root, row i + 1 is node i of the tree."""
         if logits.dim() != 2:
             raise EngineError(f"logits have shape {tuple(logits.shape)}; verification needs [nodes + 1, vocabulary]")
         self._logits = logits.detach().float()
@@ -30,6 +28,7 @@ class LogitRows:
         self._best: tuple[list[int], list[float]] | None = None
 
     def __len__(self) -> int:
+        """Number of rows."""
         return int(self._logits.shape[0])
 
     def row(self, index: int) -> NDArray[np.float32]:
@@ -61,8 +60,8 @@ class Verdict:
     tree: the tree that was verified. path: the accepted nodes, from a child of the root downwards.
     bonus: the last choice, which no child of the path's end holds; None when the answer ended on the path's last token.
     logprobs: for each emitted token, when they were asked for.
-    tokens: what is emitted, the path's tokens and then the bonus. sources: for each of them the drafter that guessed it,
-        "target" for the bonus. drafted: how many nodes were verified.
+    tokens: what is emitted, the path's tokens and then the bonus. sources: for each of them the drafter that guessed
+        it, "target" for the bonus. drafted: how many nodes were verified.
 
     Raises ValueError when the path is not a path of the tree that begins at its root, or nothing would be emitted.
     """
