@@ -58,7 +58,7 @@ class MatchStatistics:
         return min((counts.hits[kind] + weight * expected) / (counts.trials[kind] + weight), 0.999)
 
     def add(self, kind: int, listed: float, hit: bool) -> None:
-        """What became of a match: `listed` is the part (0, 1] of its votes that was proposed, `hit` whether one was right."""
+        """Count a match. listed: the part (0, 1] of its votes that was proposed; hit: whether one of them was right."""
         self._counts.add(kind, listed, hit)
         if self._parent is not None:
             self._parent.add(kind, listed, hit)

@@ -1,4 +1,4 @@
-"""The suffix drafter: what followed the last few tokens when they occurred before, in this request or in earlier traffic.
+"""The suffix drafter: what followed the last few tokens where they occurred before, here or in earlier traffic.
 
 After SuffixDecoding (arXiv 2411.04975), with chains of n-gram occurrences in place of suffix trees, and with the
 continuations' chances measured while running. It needs no model. Nothing here looks at logits or text.
@@ -7,7 +7,7 @@ continuations' chances measured while running. It needs no model. Nothing here l
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 from forerun.drafting.match_statistics import MatchStatistics, match_kind
 from forerun.drafting.suffix_history import SuffixHistory
@@ -19,20 +19,14 @@ if TYPE_CHECKING:
     from forerun.verification.walk import Verdict
 
 NAME = "suffix"
-ORDERS = (5, 2, 1)
-OCCURRENCES = 32
+ORDERS = (4, 1)
+OCCURRENCES = 16
 LEAD = 16  # tokens of the prompt's end that are remembered before an answer
 SHARED_DISCOUNT = 0.5
 
 
-class _Match(NamedTuple):
-    """One earlier occurrence: tokens from `cell` on followed it. weight: of its vote."""
-
-    cells: memoryview
-    cell: int
-    length: int
-    weight: float
-    own: bool
+_Match: TypeAlias = tuple[memoryview, int, int, float, bool]
+"""One earlier occurrence: cells, where in them it goes on, its length, its vote's weight, whether it is our own."""
 
 
 @dataclass
@@ -45,12 +39,12 @@ class _Branch:
 
 
 _Guess: TypeAlias = tuple[float, int, int, int, int, float, _Branch, list[_Match]]
-"""On the heap: minus the score, a tie-breaker, parent, level, token, share of the votes, the parent's branch, voters."""
+"""Minus the score, a tie-breaker, parent, level, token, share of the votes, the parent's branch, voters."""
 
 
 @dataclass
 class _Request:
-    """What is kept for one request. tokens: the engine's own list, read only. proposal: the last one, until observed."""
+    """What is kept for one request. tokens: the engine's list, read only. proposal: the last one, until observed."""
 
     tokens: Sequence[int]
     prompt_length: int
@@ -70,7 +64,7 @@ class SuffixDrafter:
 
     name = NAME
 
-    def __init__(self, *, history_tokens: int = 1_000_000, share_history: bool = True, min_score: float = 0.15) -> None:
+    def __init__(self, *, history_tokens: int = 1_000_000, share_history: bool = True, min_score: float = 0.12) -> None:
         self.min_score = min_score
         self._history = SuffixHistory(history_tokens, share=share_history, orders=ORDERS)
         self._statistics = MatchStatistics()
@@ -137,10 +131,10 @@ class SuffixDrafter:
         store = self._history.store_of(request.tenant)
         shared = store.matches(suffix, OCCURRENCES) if store else []
         longest = max((length for length, _ in own + shared), default=0)
-        found = [_Match(index.cells, cell, length, 2.0 ** (length - longest), True) for length, cell in own]
+        found: list[_Match] = [(index.cells, cell, length, 2.0 ** (length - longest), True) for length, cell in own]
         if store:
             found += [
-                _Match(store.cells, cell, length, SHARED_DISCOUNT * 2.0 ** (length - longest), False)
+                (store.cells, cell, length, SHARED_DISCOUNT * 2.0 ** (length - longest), False)
                 for length, cell in shared
             ]
         return found
@@ -197,19 +191,23 @@ def _guess(
     width: int,
 ) -> None:
     """Put the likely children of a node on the heap: what the voters' text goes on with after `level` tokens."""
-    first = voters[0]
-    longest, own = first.length, first.own
-    total = 0.0
+    longest, own, total = 0, False, 0.0
     groups: dict[int, list[_Match]] = {}
     weights: dict[int, float] = {}
-    for match in voters:
-        cell = match.cells[match.cell + level]
-        if cell:
-            groups.setdefault(cell, []).append(match)
-            weights[cell] = weights.get(cell, 0.0) + match.weight
-            total += match.weight
-            if match.length > longest or (match.length == longest and match.own):
-                longest, own = match.length, match.own
+    for voter in voters:
+        cells, cell, length, weight, mine = voter
+        if length > longest or (length == longest and mine):
+            longest, own = length, mine
+        following = cells[cell + level]
+        if not following:  # that sequence ended here
+            continue
+        total += weight
+        if following in groups:
+            groups[following].append(voter)
+            weights[following] += weight
+        else:
+            groups[following] = [voter]
+            weights[following] = weight
     branch.kind = match_kind(longest + level, own=own, several=len(voters) > 1)
     score *= statistics.chance(branch.kind)
     ranked = groups if len(groups) == 1 else sorted(groups, key=weights.__getitem__, reverse=True)[:width]
