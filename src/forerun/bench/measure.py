@@ -87,7 +87,7 @@ def run_task(
     params: "SamplingParams",
     *,
     concurrency: int,
-    advance: Callable[[int], None] = lambda requests: None,
+    advance: Callable[[int], object] = lambda requests: None,
 ) -> list[Group]:
     """Answer each group of `concurrency` requests both ways; which way goes first alternates from group to group.
 

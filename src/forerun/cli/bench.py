@@ -1,6 +1,7 @@
 """`forerun bench`: plain and speculative decoding of the same requests, side by side."""
 
 import json
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -58,9 +59,7 @@ def bench(
         warm_up(llm, params, WARM_UP_PROMPT)
         for task in workloads:
             bar = progress.add_task(task.name, total=len(task.requests))
-            groups = run_task(
-                llm, task, params, concurrency=concurrency, advance=lambda n, bar=bar: progress.advance(bar, n)
-            )
+            groups = run_task(llm, task, params, concurrency=concurrency, advance=partial(progress.advance, bar))
             tasks[task.name] = report_task(groups, concurrency)
             if task.repeated:
                 notes.print(f"note: {task.name} repeats {task.repeated} prompts, which flatters drafters with a memory")

@@ -1,6 +1,7 @@
 """`forerun inspect`: what a model is, and what every setting is and where it was set."""
 
 import json
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -32,7 +33,7 @@ def inspect(
         return
     console = Console(highlight=False)
     console.print(_table(("model", ""), [(name, _show(name, value)) for name, value in described.items()]))
-    rows = [(path, _show(path, one["value"]), one["origin"]) for path, one in settings.items()]
+    rows = [(path, _show(path, one["value"]), str(one["origin"])) for path, one in settings.items()]
     console.print(_table(("setting", "value", "set by"), rows))
 
 
@@ -80,7 +81,7 @@ def _show(name: str, value: Any) -> str:
     return ", ".join(value) if isinstance(value, list) else str(value)
 
 
-def _table(headings: tuple[str, ...], rows: list[tuple[str, ...]]) -> Table:
+def _table(headings: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> Table:
     table = Table(*headings)
     for row in rows:
         table.add_row(*map(escape, row))

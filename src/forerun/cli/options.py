@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SamplingOption:
-    """A flag for one field of SamplingParams. kind: what typer parses. several: whether it may be repeated."""
+    """A flag for one field of SamplingParams. kind: what typer parses; a list may be repeated."""
 
     name: str
     kind: Any
@@ -143,11 +143,9 @@ def _sampling_flag(option: SamplingOption) -> inspect.Parameter:
 
 def _setting_flags() -> list[inspect.Parameter]:
     known = settings()
-    flags = []
+    flags: list[inspect.Parameter] = []
     for name, alias in names_of(known).items():
         parameter = f"setting_{name.replace('.', '_')}"
-        if parameter in {flag.name for flag in flags}:
-            continue
         _KEYS[parameter] = _SETTING + name
         setting = known[alias.path]
         flags.append(
