@@ -71,7 +71,8 @@ class SamplingParams:
         self._integer("min_tokens", 0, None, "use 0 for no lower limit")
         if self.min_tokens > self.max_tokens:
             raise InvalidRequestError(
-                f"min_tokens is {self.min_tokens}; allowed: 0 .. max_tokens, {self.max_tokens}; lower it or raise the other"
+                f"min_tokens is {self.min_tokens}; allowed: 0 .. max_tokens ({self.max_tokens}); "
+                "lower it, or raise max_tokens"
             )
         self._set("stop", _checked_stop(self.stop))
         self._set("stop_token_ids", _checked_ids("stop_token_ids", self.stop_token_ids))
