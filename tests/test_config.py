@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from forerun.config import EngineConfig, ResolvedConfig, effective, make_config, resolve, settings, show_size
+from forerun.config import EngineConfig, ResolvedConfig, configure, effective, resolve, settings, show_size
 from forerun.errors import ConfigError
 from forerun.settings_names import ALIASES, flag_of, names_of, variable_of
 from forerun.settings_sources import RESERVED_VARIABLES
@@ -147,7 +147,16 @@ def test_the_process_s_own_environment_is_read(monkeypatch: pytest.MonkeyPatch) 
     for name in [name for name in os.environ if name.startswith("FORERUN_")]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("FORERUN_THREADS", "1")
-    assert make_config(model="a").threads == 1
+    assert configure("a").threads == 1
+
+
+def test_a_complete_configuration_is_changed_by_arguments_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FORERUN_SEED", "9")
+    base = EngineConfig(model="a", threads=2)
+    assert configure(base) == base
+    changed = configure(base, num_drafts=5, speculation={"method": "off"})
+    assert (changed.threads, changed.seed, changed.speculation.width) == (2, None, 5)
+    assert changed.speculation.method == "off"
 
 
 def test_reserved_empty_and_foreign_variables_are_left_alone() -> None:
@@ -182,7 +191,7 @@ def test_two_values_for_one_setting_in_one_source_are_refused() -> None:
         from_arguments(num_drafts=3, candidate_num=5)
     with pytest.raises(ConfigError, match="--speculation-width=5 and --num-drafts=3"):
         resolve(env={}, flags={"speculation.width": "5", "num_drafts": "3", "threads": None})
-    with pytest.raises(ConfigError, match="both set speculation.width"):
+    with pytest.raises(ConfigError, match=r"both set speculation\.width"):
         resolve(env={"FORERUN_NUM_DRAFTS": "3", "FORERUN_CANDIDATE_NUM": "5"})
     assert from_arguments(num_drafts=3, candidate_num="3").config.speculation.width == 3
 
@@ -300,11 +309,11 @@ def test_drafters_follow_from_the_method_and_the_draft_model() -> None:
 )
 def test_sizes_are_read_in_the_usual_units(text: str | int, size: int) -> None:
     cache = from_arguments(cache={"memory": text}).config.cache
-    assert (cache.memory, cache.memory_bytes) == (size, size)
+    assert cache.memory == size
 
 
 def test_cache_memory_is_left_to_the_machine_by_default() -> None:
-    assert from_arguments().config.cache.memory_bytes is None
+    assert from_arguments().config.cache.memory == "auto"
     assert from_arguments(cache={"memory": "AUTO"}).config.cache.memory == "auto"
 
 

@@ -118,11 +118,6 @@ class CacheConfig(_Section):
     page_size: Count = Field(default=16, ge=1, description="tokens per page of the key/value cache")
     prefix: bool = Field(default=True, description="reuse the keys and values of prompts that begin alike")
 
-    @property
-    def memory_bytes(self) -> int | None:
-        """Bytes for keys and values; None when the machine decides."""
-        return None if self.memory == "auto" else self.memory
-
 
 class BatchingConfig(_Section):
     """Which requests share a step."""
@@ -212,7 +207,7 @@ class ParallelConfig(_Section):
 class EngineConfig(_Section):
     """All settings of an engine.
 
-    Wrong values raise pydantic's ValidationError here, and a readable ConfigError from `resolve` and `make_config`.
+    Wrong values raise pydantic's ValidationError here, and a readable ConfigError from `resolve` and `configure`.
     """
 
     model: str = Field(
@@ -327,9 +322,17 @@ def resolve(
     return ResolvedConfig(_build(given), origin)
 
 
-def make_config(**arguments: Any) -> EngineConfig:
-    """The configuration for keyword arguments, on top of the environment. Raises ConfigError."""
-    return resolve(arguments=arguments).config
+def configure(model: str | os.PathLike[str] | EngineConfig, **arguments: Any) -> EngineConfig:
+    """The configuration of `LLM(model, **arguments)`. Raises ConfigError.
+
+    model: a name, on top of which come the environment and the arguments; or a complete configuration, which only the
+    arguments change.
+    """
+    if not isinstance(model, EngineConfig):
+        return resolve(arguments={"model": os.fspath(model), **arguments}).config
+    content = model.model_dump()
+    base = [Given(path, path, _look_up(content, path), "given configuration") for path in _SETTINGS]
+    return _build(merge([base, read_mapping(arguments, _SETTINGS, where="argument")]))
 
 
 def _build(given: Mapping[str, Given]) -> EngineConfig:

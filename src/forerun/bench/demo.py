@@ -1,21 +1,24 @@
 """`python -m forerun.bench.demo`: three prompts on the default model, with speculation and without, side by side."""
 
 import sys
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 
 from forerun.bench.measure import Pair, ratio, run_task, warm_up
 from forerun.bench.report import number
 from forerun.bench.workload import Workload, packaged_workloads
-from forerun.config import make_config
-from forerun.engine.llm import LLM
+from forerun.config import DEFAULT_MODEL, configure
 from forerun.errors import ForerunError
 from forerun.verification.sampling import SamplingParams
+
+if TYPE_CHECKING:
+    from forerun.engine.llm import LLM
 
 MAX_TOKENS = 128
 
 
-def demo(llm: LLM, console: Console, max_tokens: int = MAX_TOKENS) -> bool:
+def demo(llm: "LLM", console: Console, max_tokens: int = MAX_TOKENS) -> bool:
     """Answer the first packaged prompt of each task both ways and print it; whether all tokens are identical."""
     params = SamplingParams(temperature=0.0, max_tokens=max_tokens)
     console.print(
@@ -27,7 +30,7 @@ def demo(llm: LLM, console: Console, max_tokens: int = MAX_TOKENS) -> bool:
     return all(results)
 
 
-def _show(llm: LLM, task: Workload, params: SamplingParams, console: Console) -> bool:
+def _show(llm: "LLM", task: Workload, params: SamplingParams, console: Console) -> bool:
     (group,) = run_task(llm, task, params, concurrency=1)
     (pair,) = group.pairs
     console.print(f"[bold]{task.name}[/bold]")
@@ -54,9 +57,11 @@ def _figures(pair: Pair) -> str:
 
 def main() -> int:
     """Exit status: 0 when all tokens are identical, 1 when any differ, 1 with one line when something is wrong."""
+    from forerun.engine.llm import LLM
+
     console = Console(highlight=False)
     try:
-        with LLM(make_config(cache={"prefix": False})) as llm:
+        with LLM(configure(DEFAULT_MODEL, cache={"prefix": False})) as llm:
             identical = demo(llm, console)
     except ForerunError as error:
         print(f"error: {error}", file=sys.stderr)
