@@ -39,8 +39,8 @@ def check_same_vocabulary(target: "Tokenizer", draft: "Tokenizer") -> None:
     different = target.same_vocabulary(draft)
     if different:
         raise DraftModelError(
-            f"the draft model's tokenizer differs from the target's in {', '.join(different)}; a draft model must "
-            "share the target's vocabulary: take one of the same family, or speculate with suffix alone"
+            f"the draft model's tokenizer is not the target's: {'; '.join(different)}; take a draft model of the target's "
+            "family, or speculate without one (speculation.method: suffix)"
         )
 
 

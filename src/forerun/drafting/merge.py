@@ -46,6 +46,7 @@ def select_nodes(trees: Sequence[DraftTree], budget: int) -> list[DraftTree]:
     for number, tree in enumerate(trees):
         reach: list[float] = []
         for node, (parent, score) in enumerate(zip(tree.parents, tree.scores, strict=True)):
+            score = score if score >= SMALLEST_SCORE else SMALLEST_SCORE  # also NaN
             reach.append(score if parent < 0 else min(score, reach[parent]))
             ranking.append((-reach[node], node, number))
     ranking.sort()
@@ -144,6 +145,8 @@ class _Union:
             chosen.append(node)
             tokens.append(self._tokens[node])
             parents.append(parent)
+        if not chosen:
+            return EMPTY_TREE
         return DraftTree(tokens, parents, [scores[node] for node in chosen], [self._source[node] for node in chosen])
 
 

@@ -19,10 +19,11 @@ if TYPE_CHECKING:
     from forerun.verification.walk import Verdict
 
 NAME = "suffix"
-ORDERS = (4, 1)
-OCCURRENCES = 16
+ORDERS = (4, 1)  # occurrences of the last four tokens are looked for first, then of the last one
+OCCURRENCES = 16  # the most recent ones that are looked at
 LEAD = 16  # tokens of the prompt's end that are remembered before an answer
-SHARED_DISCOUNT = 0.5
+SHORTEST_ANSWER = 4  # shorter ones are not worth remembering
+SHARED_DISCOUNT = 0.5  # of a vote from earlier traffic, beside one of the same length from the request itself
 
 
 _Match: TypeAlias = tuple[memoryview, int, int, float, bool]
@@ -88,7 +89,7 @@ class SuffixDrafter:
     def forget(self, request_id: int) -> None:
         """Drop the request's own state; its answer goes into the history."""
         request = self._requests.pop(request_id, None)
-        if request is None or len(request.tokens) <= request.prompt_length:
+        if request is None or len(request.tokens) < request.prompt_length + SHORTEST_ANSWER:
             return
         self._history.add(request.tenant, request.tokens[max(request.prompt_length - LEAD, 0) :])
 
