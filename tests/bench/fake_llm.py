@@ -26,10 +26,13 @@ class FakeLLM:
 
     def __init__(self, config: EngineConfig | None = None, *, differs: str = "\0") -> None:
         self.config = config or EngineConfig()
-        self.model = SimpleNamespace(name="fake", precision="fp32", device="cpu", chat_template="{{ messages }}")
+        self.model = SimpleNamespace(
+            name="fake", precision="fp32", device="cpu", chat_template=SimpleNamespace(available=True)
+        )
         self.tokenizer = FakeTokenizer()
         self.missing_drafters: dict[str, str] = {}
         self.calls: list[tuple[str, Any]] = []
+        self.params: list[SamplingParams] = []
         self.differs = differs
 
     def __enter__(self) -> "FakeLLM":
@@ -52,6 +55,7 @@ class FakeLLM:
         speculation: bool = True,
         progress: bool | None = None,
     ) -> list[RequestOutput]:
+        self.params.append(params)
         self.calls.append(("speculative" if speculation else "plain", list(prompts)))
         return [self._answer(number, self._ids(p), params, speculation) for number, p in enumerate(prompts)]
 

@@ -49,7 +49,7 @@ def test_drafting_history_is_cleared_between_tasks_and_after_the_warm_up() -> No
 
 def test_a_model_without_chat_template_gets_the_plain_prompt() -> None:
     llm = FakeLLM()
-    llm.model.chat_template = None
+    llm.model.chat_template.available = False
     assert chat_prompt(llm, "as it is") == "as it is"
 
 

@@ -115,7 +115,7 @@ def warm_up(llm: "LLM", params: "SamplingParams", prompt: str) -> None:
 
 def chat_prompt(llm: "LLM", prompt: str) -> str | list[int]:
     """The prompt as the model wants it: through its chat template, where it has one."""
-    if llm.model.chat_template is None:
+    if not llm.model.chat_template.available:
         return prompt
     return llm.chat_prompt([{"role": "user", "content": prompt}])
 

@@ -2,8 +2,9 @@
 
 import json
 import sys
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -13,9 +14,7 @@ from forerun.cli.options import CommandLine, with_options
 from forerun.errors import ConfigError
 
 if TYPE_CHECKING:
-    from forerun.engine.llm import LLM
     from forerun.engine.outputs import RequestOutput
-    from forerun.verification.sampling import SamplingParams
 
 DEFAULT_MAX_TOKENS = 256
 
@@ -40,7 +39,12 @@ def generate(
     config = given.resolve().config
     params = given.params(config.seed, max_tokens=DEFAULT_MAX_TOKENS)
     llm = load_llm(config)
-    outputs = _answer(llm, prompts, params, chat=chat, system=system, speculation=config.speculation.method != "off")
+    if chat:
+        opening = [{"role": "system", "content": system}] if system is not None else []
+        ask: Any = partial(llm.chat, [[*opening, {"role": "user", "content": prompt}] for prompt in prompts])
+    else:
+        ask = partial(llm.generate, prompts)
+    outputs = ask(params, speculation=config.speculation.method != "off", progress=False if as_json else None)
     for number, output in enumerate(outputs, 1):
         if as_json:
             typer.echo(json.dumps(answer_json(output), ensure_ascii=False, allow_nan=False))
@@ -63,16 +67,6 @@ def _read_file(file: Path) -> str:
         return file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read the prompt file {file}: {error}") from error
-
-
-def _answer(
-    llm: "LLM", prompts: list[str], params: "SamplingParams", *, chat: bool, system: str | None, speculation: bool
-) -> "list[RequestOutput]":
-    if not chat:
-        return llm.generate(prompts, params, speculation=speculation)
-    opening = [{"role": "system", "content": system}] if system is not None else []
-    conversations = [[*opening, {"role": "user", "content": prompt}] for prompt in prompts]
-    return llm.chat(conversations, params, speculation=speculation)
 
 
 def _show(output: "RequestOutput", number: int | None) -> None:

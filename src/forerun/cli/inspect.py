@@ -65,7 +65,7 @@ def describe(model: "LoadedModel") -> dict[str, Any]:
         "hidden_size": architecture.hidden_size,
         "vocabulary": architecture.vocab_size,
         "kv_bytes_per_token": model.decoder.kv_bytes_per_token,
-        "chat_template": None if model.chat_template is None else model.chat_template.source,
+        "chat_template": model.chat_template.source,
     }
 
 
