@@ -48,6 +48,8 @@ def load_target(config: EngineConfig) -> "LoadedModel":
 
 def describe(model: "LoadedModel") -> dict[str, Any]:
     """What a loaded model is, as plain data. size: bytes of the weights in memory."""
+    import torch
+
     from forerun.models.parameters import parameter_count
 
     architecture = model.architecture
@@ -60,6 +62,7 @@ def describe(model: "LoadedModel") -> dict[str, Any]:
         "precision": str(model.precision),
         "device": str(model.device),
         "kernels": model.decoder.kernels.name,
+        "instruction_set": torch.backends.cpu.get_cpu_capability() if model.device.type == "cpu" else None,
         "context": model.decoder.context_limit,
         "layers": len(architecture.layers),
         "hidden_size": architecture.hidden_size,
@@ -69,9 +72,12 @@ def describe(model: "LoadedModel") -> dict[str, Any]:
     }
 
 
+_CHOSEN_LATER = ("threads", "context_length", "seed")
+
+
 def _show(name: str, value: Any) -> str:
     if value is None:
-        return "none" if name == "chat_template" else "auto"
+        return "auto" if name in _CHOSEN_LATER else "none"
     if name == "size":
         return f"{value / 1e6:,.0f} MB"
     if name == "chat_template":
