@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from forerun.config import settings
 from forerun.models.architecture import Architecture
@@ -36,7 +37,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         decoder=decoder,
         weight_bytes=12_345_678,
         precision="fp32",
-        device="cpu",
+        device=torch.device("cpu"),
         chat_template=SimpleNamespace(source="{{ messages }}"),
     )
     monkeypatch.setattr(
@@ -60,6 +61,7 @@ def test_json_holds_the_model_and_every_setting_with_its_origin(run: Run, asked:
         "reference",
         64,
     )
+    assert shown["model"]["instruction_set"]
     assert shown["model"]["chat_template"] == "{{ messages }}"
     assert set(shown["settings"]) == set(settings())
     assert shown["settings"]["speculation.width"] == {"value": 5, "origin": f"{file}: candidate_num"}
