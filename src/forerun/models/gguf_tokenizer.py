@@ -117,7 +117,7 @@ def save_tokenizer(metadata: Mapping[str, Any], path: Path, directory: Path) -> 
 
     vocabulary = GgufVocabulary(metadata, path)
     tokenizer = build_tokenizer(vocabulary)
-    tokenizer.save(str(directory / "tokenizer.json"))
+    tokenizer.save(str(directory / "tokenizer.json"), pretty=False)
     roles = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
     settings: dict[str, Any] = {
         "tokenizer_class": "PreTrainedTokenizerFast",

@@ -131,9 +131,8 @@ def _read_config(directory: Path) -> dict[str, object]:
 
 
 def _check_vocabulary(directory: Path, architecture: Architecture, tokenizer: Tokenizer) -> None:
-    highest = max(tokenizer.vocabulary().values(), default=-1)
-    if highest >= architecture.vocab_size:
+    if tokenizer.highest_id >= architecture.vocab_size:
         raise ModelError(
-            f"{directory}: the tokenizer has ids up to {highest}, but the model only has {architecture.vocab_size} "
+            f"{directory}: the tokenizer has ids up to {tokenizer.highest_id}, but the model only has {architecture.vocab_size} "
             "embeddings; tokenizer.json belongs to another model"
         )

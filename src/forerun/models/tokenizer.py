@@ -45,7 +45,7 @@ class Tokenizer:
         self._inner.no_padding()
         added = inner.get_added_tokens_decoder()
         hidden = [index for index, token in added.items() if token.special]
-        self._bytes = TokenBytes(json.loads(inner.to_str()).get("decoder"), inner.id_to_token, hidden)
+        self._bytes = TokenBytes(_decoder_settings(inner), inner.id_to_token, hidden)
         self.end_token_ids = frozenset(end_token_ids)
         self.bos_token_id = bos_token_id
         self.special_tokens = dict(special_tokens or {})
@@ -73,6 +73,11 @@ class Tokenizer:
         """How many tokens there are, added ones included; a model may have more rows, as padding."""
         size: int = self._inner.get_vocab_size(with_added_tokens=True)
         return size
+
+    @property
+    def highest_id(self) -> int:
+        """The highest token id (ids may have gaps)."""
+        return max([self._inner.get_vocab_size(with_added_tokens=False) - 1, *self._inner.get_added_tokens_decoder()])
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Ids of a text; special tokens written in it are recognised.
@@ -165,6 +170,14 @@ def _read_tokenizer(directory: Path) -> tokenizers.Tokenizer:
         return tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:  # the tokenizers library raises bare Exception
         raise TokenizerError(f"{path} cannot be read: {error}; download it again") from error
+
+
+def _decoder_settings(inner: tokenizers.Tokenizer) -> dict[str, Any] | None:
+    """The `decoder` entry of tokenizer.json. Pickling serialises the decoder alone, not the whole vocabulary."""
+    if inner.decoder is None:
+        return None
+    settings: dict[str, Any] = json.loads(inner.decoder.__getstate__())
+    return settings
 
 
 def _special_tokens(*sources: Mapping[str, Any]) -> dict[str, str]:
