@@ -38,6 +38,9 @@ class Scripted:
     def forget(self, request_id: int) -> None:
         self.forgotten.append(request_id)
 
+    def clear_history(self) -> None:
+        """Nothing is learnt from earlier requests."""
+
 
 class Oracle(Scripted):
     """Knows the whole answer to every request: `answer_of` gives its tokens, the prompt not included."""

@@ -144,6 +144,10 @@ class DraftModelDrafter:
         if sequence is not None:
             sequence.release()
 
+    def clear_history(self) -> None:
+        """Forget the prefixes of earlier requests."""
+        self._pool.clear_kept()
+
     def cached(self, request_id: int) -> int:
         """How many of a request's tokens the draft's cache holds."""
         sequence = self._sequences.get(request_id)

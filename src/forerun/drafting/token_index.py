@@ -35,12 +35,12 @@ class Suffix:
 class TokenIndex:
     """Tokens of one or more sequences, at most `capacity`, with the earlier occurrences of every n-gram.
 
-    A ring: when it is full the oldest tokens make room, at no cost of their own. Memory is 4 bytes for each token, and at
-    most 12 for each token and order; it is touched only as it fills. `orders` are the lengths n of the n-grams, longest
-    first: matches are searched with the first order that finds any, so no match shorter than the last is found.
+    A ring: when it is full the oldest tokens make room, at no cost of their own. Memory is 4 bytes for each token, and
+    at most 12 for each token and order; it is touched only as it fills. `orders` are the lengths n of the n-grams,
+    longest first: the first order that finds any matches is used, so no match shorter than the last one is found.
 
-    Tokens are stored plus 1, and 0 stands between sequences. A position counts all tokens ever stored, from 1 on; it lives
-    at `position % capacity`, shifted by LONGEST_MATCH cells that stay 0, so that looking back never wraps around.
+    Tokens are stored plus 1, and 0 stands between sequences. A position counts all tokens ever stored, from 1 on; it
+    lives at `position % capacity`, shifted by LONGEST_MATCH cells that stay 0, so that looking back never wraps around.
     """
 
     def __init__(self, capacity: int, orders: Sequence[int]) -> None:
