@@ -114,13 +114,19 @@ def tiny_decoder(
     seed: int = 0,
     dtype: torch.dtype = torch.float32,
     kernels: Kernels | None = None,
-    device: torch.device | str = "cpu",
     **overrides: Any,
 ) -> Decoder:
-    """A tiny random model that runs; `overrides` change its config.json."""
+    """A tiny random model that runs, where `kernels` run (the reference, by default); `overrides` change its config."""
     config = tiny_config(family, **overrides)
-    kernels = kernels or ReferenceKernels(device)
-    return Decoder(Architecture.from_config(config), tiny_tensors(config, seed), kernels, dtype, device)
+    return run_on(Architecture.from_config(config), tiny_tensors(config, seed), dtype, kernels)
+
+
+def run_on(
+    architecture: Architecture, tensors: Mapping[str, Tensor], dtype: torch.dtype, kernels: Kernels | None = None
+) -> Decoder:
+    """A decoder on the given kernels; by default on the reference, on the GPU if there is one."""
+    kernels = kernels or ReferenceKernels("cuda" if torch.cuda.is_available() else "cpu")
+    return Decoder(architecture, tensors, kernels, dtype, getattr(kernels, "device", "cpu"))
 
 
 def save_tiny_model(

@@ -5,7 +5,7 @@ No tensors and no arithmetic on activations here; the decoder reads this and not
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from forerun.errors import ModelError, UnsupportedModelError
 from forerun.kernels.base import Activation
@@ -13,6 +13,9 @@ from forerun.models.config_fields import ConfigFields
 from forerun.models.rotary import Rotary, rotary_from_parameters
 
 LayerKind = Literal["full_attention", "sliding_attention"]
+
+MOST_LAYERS = 10_000  # far more than any model has: stops a broken file from filling the memory
+MOST_EXPERTS = 10_000
 
 ACTIVATIONS: Mapping[str, Activation] = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 
@@ -213,7 +216,7 @@ class Architecture:
         kinds = _layer_kinds(fields, family)
         rotary_of, context_limit = _rotaries(fields, family, kinds, head_dim)
         rotaries = tuple(dict.fromkeys(rotary_of.values()))
-        experts, sparse = _experts(fields, family)
+        experts, sparse = _experts(fields, family, len(kinds))
         architecture = cls(
             family=name,
             vocab_size=fields.integer("vocab_size"),
@@ -275,19 +278,18 @@ def _activation(fields: ConfigFields, family: Family) -> Activation:
 
 def _layer_kinds(fields: ConfigFields, family: Family) -> list[LayerKind]:
     """For each layer whether it sees a window; without a window in force every layer is full."""
-    count = fields.integer("num_hidden_layers")
-    stated = fields.sequence("layer_types")
+    count = fields.integer("num_hidden_layers", maximum=MOST_LAYERS)
+    stated = list(map(str, fields.sequence("layer_types")))
     if stated:
         if len(stated) != count:
             raise ModelError(f"config.json: layer_types has {len(stated)} entries; it must have one per layer, {count}")
         unknown = set(stated) - {"full_attention", "sliding_attention"}
         if unknown:
             raise UnsupportedModelError(
-                f"config.json: layer_types holds {sorted(map(str, unknown))}; supported are: full_attention, "
-                "sliding_attention"
+                f"config.json: layer_types holds {sorted(unknown)}; supported are: full_attention, sliding_attention"
             )
     if stated and family.windows != "every":
-        return list(stated)
+        return [cast(LayerKind, kind) for kind in stated]
     if family.windows == "none":
         return ["full_attention"] * count
     if family.windows == "every":
@@ -346,12 +348,13 @@ def _rope_parameters(fields: ConfigFields, family: Family, kind: LayerKind) -> d
     return parameters
 
 
-def _experts(fields: ConfigFields, family: Family) -> tuple[ExpertShape | None, set[int]]:
+def _experts(fields: ConfigFields, family: Family, layers: int) -> tuple[ExpertShape | None, set[int]]:
     """The shape of the mixtures, and which layers are mixtures."""
     if family.experts is None:
         return None, set()
+    count_field = "num_local_experts" if fields.value("num_experts") is None else "num_experts"
     experts = ExpertShape(
-        count=fields.optional_integer("num_experts") or fields.integer("num_local_experts"),
+        count=fields.integer(count_field, maximum=MOST_EXPERTS),
         per_token=fields.integer("num_experts_per_tok"),
         intermediate_size=fields.integer(family.expert_size_field),
         renormalise=fields.flag("norm_topk_prob"),
@@ -363,6 +366,5 @@ def _experts(fields: ConfigFields, family: Family) -> tuple[ExpertShape | None, 
             f"{experts.count}"
         )
     step = fields.optional_integer("decoder_sparse_step") or 1
-    dense = set(fields.sequence("mlp_only_layers"))
-    layers = range(fields.integer("num_hidden_layers"))
-    return experts, {layer for layer in layers if layer not in dense and (layer + 1) % step == 0}
+    dense = fields.sequence("mlp_only_layers")
+    return experts, {layer for layer in range(layers) if layer not in dense and (layer + 1) % step == 0}

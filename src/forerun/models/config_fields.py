@@ -11,6 +11,8 @@ from forerun.errors import ModelError
 
 T = TypeVar("T")
 
+LARGEST = 2**31 - 1
+
 
 class ConfigFields:
     """Fields of one JSON object. `where` is what error messages call that object.
@@ -27,27 +29,25 @@ class ConfigFields:
         """The field as it stands, None when it is absent."""
         return self._values.get(name)
 
-    def optional_integer(self, name: str, minimum: int = 1) -> int | None:
-        """A whole number of at least `minimum`, or None."""
+    def optional_integer(self, name: str, minimum: int = 1, maximum: int = LARGEST) -> int | None:
+        """A whole number from `minimum` to `maximum`, or None."""
         value = self.value(name)
         if value is None:
             return None
-        whole = isinstance(value, (int, float)) and not isinstance(value, bool) and value == math.floor(value)
-        if not whole or value < minimum:
-            raise self._wrong(name, f"a whole number, at least {minimum}")
+        if not _is_finite(value) or value != math.floor(value) or not minimum <= value <= maximum:
+            raise self._wrong(name, f"a whole number from {minimum} to {maximum}")
         return int(value)
 
-    def integer(self, name: str, minimum: int = 1) -> int:
-        """A whole number of at least `minimum`."""
-        return self._required(name, self.optional_integer(name, minimum))
+    def integer(self, name: str, minimum: int = 1, maximum: int = LARGEST) -> int:
+        """A whole number from `minimum` to `maximum`."""
+        return self._required(name, self.optional_integer(name, minimum, maximum))
 
     def optional_number(self, name: str, above: float = 0.0) -> float | None:
         """A finite number greater than `above`, or None."""
         value = self.value(name)
         if value is None:
             return None
-        numeric = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-        if not numeric or value <= above:
+        if not _is_finite(value) or value <= above:
             raise self._wrong(name, f"a finite number greater than {above:g}")
         return float(value)
 
@@ -98,3 +98,8 @@ class ConfigFields:
 
     def _wrong(self, name: str, allowed: str) -> ModelError:
         return ModelError(f"{self._where}: '{name}' is {self.value(name)!r}; it must be {allowed}")
+
+
+def _is_finite(value: Any) -> bool:
+    """Whether it is a number that float32 can hold; NaN compares false."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < 3e38

@@ -161,11 +161,13 @@ def rotary_from_parameters(parameters: Mapping[str, Any], head_dim: int, context
     Raises UnsupportedModelError for a kind of scaling that is not supported, ModelError for values without sense.
     """
     fields = ConfigFields(parameters, "the RoPE parameters in config.json")
-    kind = fields.value("rope_type") or fields.value("type") or "default"
+    kind = str(fields.value("rope_type") or fields.value("type") or "default")
     if fields.value("long_factor") is not None:  # some Phi-3 files call longrope by another kind's name
         kind = "longrope"
     if kind not in SCALINGS:
-        raise UnsupportedModelError(f"RoPE scaling '{kind}' is not supported; supported are: {', '.join(SCALINGS)}")
+        raise UnsupportedModelError(
+            f"config.json: RoPE scaling '{kind}' is not supported; supported are: {', '.join(SCALINGS)}"
+        )
     dim = int(head_dim * (fields.optional_number("partial_rotary_factor") or 1.0))
     if dim % 2 or not 2 <= dim <= head_dim or (kind == "dynamic" and dim == 2):
         raise ModelError(
