@@ -39,8 +39,8 @@ def check_same_vocabulary(target: "Tokenizer", draft: "Tokenizer") -> None:
     different = target.same_vocabulary(draft)
     if different:
         raise DraftModelError(
-            f"the draft model's tokenizer is not the target's: {'; '.join(different)}; take a draft model of the target's "
-            "family, or speculate without one (speculation.method: suffix)"
+            f"the draft model's tokenizer is not the target's: {'; '.join(different)}; take a draft model of the "
+            "target's family, or speculate without one (speculation.method: suffix)"
         )
 
 

@@ -52,9 +52,9 @@ class TokenIndex:
         chains = [np.zeros(capacity, np.int32) for _ in orders]
         self._bulk = list(zip(orders, heads, chains, strict=True))
         # Single numbers are read and written through memoryviews: several times quicker than through numpy.
-        self.cells = memoryview(self._array)
-        self._bytes = memoryview(self._array).cast("B")
-        self._single = [(order, memoryview(head), memoryview(chain)) for order, head, chain in self._bulk]
+        self.cells = self._array.data
+        self._bytes = self._array.data.cast("B")
+        self._single = [(order, head.data, chain.data) for order, head, chain in self._bulk]
         self._end = 1  # position of the next token
         self._start = 1  # position of the current sequence's first token
 
