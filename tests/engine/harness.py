@@ -42,7 +42,17 @@ class Ask:
 
 
 def engine(
-    model=None, drafters=(), *, slots=2048, width=3, depth=8, nodes=16, step_nodes=64, page_size=16, prefix=True, **settings
+    model=None,
+    drafters=(),
+    *,
+    slots=2048,
+    width=3,
+    depth=8,
+    nodes=16,
+    step_nodes=64,
+    page_size=16,
+    prefix=True,
+    **settings,
 ):
     """An engine on a tiny model; settings: of batching, or context_length, end_tokens, clock, tokenizer."""
     batching = {name: settings.pop(name) for name in list(settings) if name in BatchingConfig.model_fields}
@@ -85,6 +95,6 @@ def plain(ask, model=None, **settings):
 
 def same(left, right):
     """Whether two outputs hold the same answers: tokens, text, reasons and log-probabilities, bit for bit."""
-    return [
-        (c.token_ids, c.text, c.finish_reason, c.logprobs, c.error) for c in left.completions
-    ] == [(c.token_ids, c.text, c.finish_reason, c.logprobs, c.error) for c in right.completions]
+    return [(c.token_ids, c.text, c.finish_reason, c.logprobs, c.error) for c in left.completions] == [
+        (c.token_ids, c.text, c.finish_reason, c.logprobs, c.error) for c in right.completions
+    ]

@@ -116,7 +116,7 @@ def test_when_pages_run_out_the_youngest_gives_way_and_resumes_at_its_place():
     assert bench.scheduler.waiting == [young]
     later = bench.add(1)
     bench.scheduler.remove(old)
-    assert [entry[0] for entry in bench.step()][0] == young.request_id
+    assert next(entry[0] for entry in bench.step()) == young.request_id
     assert later in bench.scheduler.requests
 
 

@@ -83,10 +83,12 @@ class PagePool:
         assert owned == counts, f"owners hold {dict(owned)}, the pool counts {counts}"
         free, kept = set(self._free), set(self._kept)
         assert len(free) == len(self._free), "a page is free twice"
-        assert not free & kept and not (free | kept) & counts.keys(), "a page is in two states"
+        assert free.isdisjoint(kept), "a page is free and kept"
+        assert counts.keys().isdisjoint(free | kept), "a page is in use and given back"
         assert len(free) + len(kept) + len(counts) == self.pages, "a page is lost"
         assert all(self._page_of[key] == page for page, key in self._key_of.items()), "a key points to another page"
-        assert len(self._page_of) == len(self._key_of) and kept <= self._key_of.keys(), "a kept page has no key"
+        assert len(self._page_of) == len(self._key_of), "a key points to no page"
+        assert kept <= self._key_of.keys(), "a kept page has no key"
 
     def _evict(self) -> int:
         page, _ = self._kept.popitem(last=False)

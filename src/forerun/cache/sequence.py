@@ -86,7 +86,9 @@ class SequenceSlots:
             slots[node] = spare.pop()
         return slots
 
-    def commit(self, tokens: Sequence[int], computed: int, accepted: Sequence[int] = ()) -> tuple[IntArray, IntArray]:
+    def commit(
+        self, tokens: Sequence[int], computed: int, accepted: Sequence[int] | IntArray = ()
+    ) -> tuple[IntArray, IntArray]:
         """A step is over: positions up to `computed` now hold committed `tokens`.
 
         accepted: slots of the accepted draft nodes, in order; they belong to the last positions before `computed`.

@@ -90,7 +90,9 @@ def _drafter_names(config: EngineConfig) -> list[str]:
     if method == "auto":
         return ["suffix", "draft"] if config.speculation.draft_model else ["suffix"]
     if "draft" in method and not config.speculation.draft_model:
-        raise ConfigError("speculation.method names the drafter 'draft', but speculation.draft_model is not set; set it")
+        raise ConfigError(
+            "speculation.method names the drafter 'draft', but speculation.draft_model is not set; set it"
+        )
     return list(method)
 
 

@@ -90,9 +90,7 @@ class Engine:
         """Whether any request is unfinished."""
         return bool(self.scheduler.requests)
 
-    def add(
-        self, prompt: Sequence[int], params: SamplingParams, *, speculate: bool = True, tenant: str = ""
-    ) -> int:
+    def add(self, prompt: Sequence[int], params: SamplingParams, *, speculate: bool = True, tenant: str = "") -> int:
         """Accept a prompt (token ids); its n answers are made side by side. Returns the id that chunks will carry.
 
         Raises InvalidRequestError when the request cannot be served; nothing else is concerned then.
@@ -101,7 +99,9 @@ class Engine:
         seed = random_seed() if params.seed is None else params.seed
         parent = next(self._ids)
         for index in range(params.n):
-            self.scheduler.add(self._request(parent, index, prompt, params, derive_seed(seed, index), speculate, tenant))
+            self.scheduler.add(
+                self._request(parent, index, prompt, params, derive_seed(seed, index), speculate, tenant)
+            )
         self._answers[parent] = _Answers(tuple(prompt), params.n)
         return parent
 
@@ -261,7 +261,14 @@ class Engine:
         self._answers[request.parent_id].finished.append(request.completion())
 
     def _request(
-        self, parent: int, index: int, prompt: Sequence[int], params: SamplingParams, seed: int, speculate: bool, tenant: str
+        self,
+        parent: int,
+        index: int,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        seed: int,
+        speculate: bool,
+        tenant: str,
     ) -> Request:
         ends = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._end_tokens)
         return Request(
@@ -287,12 +294,14 @@ class Engine:
             raise InvalidRequestError("the prompt is empty; give at least one token")
         if len(prompt) >= self.context_limit:
             raise InvalidRequestError(
-                f"the prompt has {len(prompt)} tokens, but the context holds {self.context_limit}, the answer included; "
+                f"the prompt has {len(prompt)} tokens, but the context holds {self.context_limit}, answer included; "
                 "shorten the prompt, or raise context_length or cache.memory if the model allows more"
             )
         wrong = next((token for token in prompt if not 0 <= token < self.decoder.vocab_size), None)
         if wrong is not None:
-            raise InvalidRequestError(f"token id {wrong} is not in the vocabulary; allowed: 0 .. {self.decoder.vocab_size - 1}")
+            raise InvalidRequestError(
+                f"token id {wrong} is not in the vocabulary; allowed: 0 .. {self.decoder.vocab_size - 1}"
+            )
         if params.stop and self.tokenizer is None:
             raise InvalidRequestError("stop strings need a tokenizer, and this engine has none; use stop_token_ids")
         params.check_vocabulary(self.decoder.vocab_size)

@@ -8,10 +8,10 @@ from typing import Any
 
 from rich.progress import Progress
 
-from forerun.config import EngineConfig, make_config
+from forerun.config import EngineConfig, configure
 from forerun.engine.build import build_engine
 from forerun.engine.outputs import RequestOutput, TokenChunk
-from forerun.errors import ConfigError, EngineError, InvalidRequestError
+from forerun.errors import EngineError, InvalidRequestError
 from forerun.models.loader import LoadedModel
 from forerun.models.tokenizer import Tokenizer
 from forerun.verification.sampling import SamplingParams
@@ -32,9 +32,7 @@ class LLM:
     """
 
     def __init__(self, model: str | EngineConfig, *, progress: bool | None = None, **settings: Any) -> None:
-        if isinstance(model, EngineConfig) and settings:
-            raise ConfigError(f"LLM got an EngineConfig and {', '.join(settings)} beside it; put them into the EngineConfig")
-        self.config = model if isinstance(model, EngineConfig) else make_config(model=model, **settings)
+        self.config = configure(model, **settings)
         built = build_engine(self.config, progress=progress)
         self.model: LoadedModel = built.model
         self.engine = built.engine

@@ -48,7 +48,8 @@ class RequestStats:
 class TokenChunk:
     """What one step added to one answer: maybe several tokens, and the text that became certain with them.
 
-    sources: for each token "target", or the name of the drafter that guessed it. logprobs: one entry per token, if asked.
+    sources: for each token "target", or the name of the drafter that guessed it. logprobs: one entry per token,
+    if asked for.
     """
 
     request_id: int

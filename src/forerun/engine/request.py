@@ -1,4 +1,7 @@
-"""One answer in the making, from arrival to its end. It decides when the answer ends; nothing here schedules or drafts."""
+"""One answer in the making, from arrival to its end. It decides when the answer ends.
+
+Nothing here schedules, drafts or computes.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace

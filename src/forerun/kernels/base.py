@@ -11,8 +11,8 @@ from typing import Any, Literal, Protocol
 
 from torch import Tensor
 
-from forerun.kernels.kv_store import KVStore
 from forerun.kernels.batch import TokenBatch
+from forerun.kernels.kv_store import KVStore
 
 Activation = Literal["silu", "gelu_tanh"]
 
@@ -68,11 +68,14 @@ class Kernels(Protocol):
     name: str
 
     def pack(self, weight: Tensor, bias: Tensor | None = None) -> Any:
-        """Prepare a linear layer's weight [out, in] (float32 or bfloat16) for `norm_project`, `project_add`, `logits`."""
+        """Prepare a linear layer's weight [out, in] (float32 or bfloat16) for the operations below."""
         ...
 
     def prepare(self, batch: TokenBatch, store: KVStore, rotary: Sequence[tuple[Tensor, Tensor]]) -> Any:
-        """Lay a batch out for this device, once per step. rotary: tables (cos, sin), float32 [positions, rotary_dim / 2]."""
+        """Lay a batch out for this device, once per step.
+
+        rotary: tables (cos, sin), each float32 [positions, rotary_dim / 2].
+        """
         ...
 
     def embed(self, table: Tensor, prepared: Any, scale: float) -> Tensor:
@@ -84,9 +87,11 @@ class Kernels(Protocol):
         ...
 
     def rotate_and_write(self, qkv: Tensor, spec: AttentionSpec, layer: int, prepared: Any, store: KVStore) -> Tensor:
-        """Split q, k, v (in that order, [heads | kv_heads | kv_heads] * head_dim), apply the head norms and RoPE (halves
-        rotated together, as in transformers' rotate_half; features past rotary_dim pass through), write k and v into
-        the store, return q: float32 [rows', heads * head_dim]."""
+        """Apply head norms and RoPE, write k and v into the store, return q: float32 [rows', heads * head_dim].
+
+        qkv: float32 [rows', (heads + 2 * kv_heads) * head_dim], in that order. RoPE turns feature i of a head with feature
+        i + rotary_dim / 2; features past rotary_dim pass through.
+        """
         ...
 
     def attend(self, q: Tensor, spec: AttentionSpec, layer: int, prepared: Any, store: KVStore) -> Tensor:
