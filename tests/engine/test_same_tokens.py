@@ -4,11 +4,11 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, note, settings
 from hypothesis import strategies as st
-from tests.drafting.scripted import Anti, Malicious, Oracle, Ragged, Random
 
 from forerun.drafting.draft_model import DraftModelDrafter
 from forerun.drafting.suffix import SuffixDrafter
 from forerun.verification.sampling import SamplingParams
+from tests.drafting.scripted import Anti, Malicious, Oracle, Ragged, Random
 from tests.engine.guessing import truth_of
 from tests.engine.harness import CONTEXT, KERNELS, VOCABULARY, Ask, decoder, engine, plain, run, same
 

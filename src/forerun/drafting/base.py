@@ -17,7 +17,7 @@ class DraftContext:
     tokens: every committed token, prompt and answer; the engine appends to this list, drafters only read it.
     prompt_length: how many of `tokens` are the prompt.
     sampling: the request's sampling parameters; `seed` is the resolved seed (never None).
-    room: how many draft levels can still be useful: nothing deeper than this may be proposed (token and context limits).
+    room: how many draft levels can still be useful; nothing deeper may be proposed (token and context limits).
     tenant: requests of different tenants never share drafting history unless sharing is on.
     """
 

@@ -13,7 +13,7 @@ class DraftTree:
     scores:  for each node the estimated chance, in (0, 1], that it will be on the accepted path; at most its parent's.
     source:  for each node the name of the drafter that proposed it (the surest one, when several did).
 
-    Raises ValueError when the lengths differ or a parent does not stand before its child.
+    Raises ValueError when the lengths differ, or a parent is no int or does not stand before its child.
     """
 
     tokens: Sequence[int] = ()
@@ -30,7 +30,7 @@ class DraftTree:
                 f"({len(self.source)}) as tokens ({size})"
             )
         for node, parent in enumerate(self.parents):
-            if not -1 <= parent < node:
+            if not (isinstance(parent, int) and -1 <= parent < node):
                 raise ValueError(f"node {node} of a draft tree has parent {parent}; allowed: -1 .. {node - 1}")
         object.__setattr__(self, "_size", size)
 

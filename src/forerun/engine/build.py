@@ -7,12 +7,13 @@ import torch
 from forerun.config import EngineConfig
 from forerun.control.fixed import FixedController
 from forerun.drafting.base import Drafter, DraftLimit
-from forerun.drafting.draft_model import DraftModelDrafter, check_same_vocabulary
+from forerun.drafting.draft_model import DraftModelDrafter, check_same_vocabulary, warn_if_large
 from forerun.drafting.suffix import SuffixDrafter
 from forerun.engine.engine import Engine
 from forerun.engine.memory import cache_slots
-from forerun.errors import ConfigError, DraftModelError, ForerunError
+from forerun.errors import ConfigError, ForerunError
 from forerun.models.loader import LoadedModel, load_model
+from forerun.models.parameters import parameter_count
 
 
 @dataclass(frozen=True)
@@ -104,7 +105,6 @@ def _draft_model(config: EngineConfig, model: LoadedModel, slots: int) -> Drafte
         precision=config.precision if precision == "auto" else precision,
         device=model.device,
     )
-    if model.tokenizer is None or draft.tokenizer is None:
-        raise DraftModelError(f"draft model {draft.name} cannot be compared with the target: a tokenizer is missing")
     check_same_vocabulary(model.tokenizer, draft.tokenizer)
+    warn_if_large(parameter_count(model.architecture), parameter_count(draft.architecture))
     return DraftModelDrafter(draft.decoder, slots=slots, target_vocab_size=model.decoder.vocab_size)

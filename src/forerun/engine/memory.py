@@ -23,14 +23,14 @@ def cache_slots(
     """Slots for the KV cache, a multiple of page_size.
 
     memory: bytes set by the user, or None to size the cache by the machine: a share of the free memory, but no more
-    than `wanted` slots (every request of a full batch at full length). context: slots that one request of full length needs.
+    than `wanted` slots (every request of a full batch at full length). context: slots of one request of full length.
     Raises CacheMemoryError when not even one page fits, or when the setting asks for more than the machine has free.
     """
     free = free_memory(device)
     if memory is not None and memory > free:
         raise CacheMemoryError(
             f"cache.memory asks for {_size(memory)}, but {_size(free)} are free on {device.type}; lower it "
-            f"(one token takes {_size(bytes_per_slot)}, a request of {context} tokens {_size(context * bytes_per_slot)})"
+            f"(a token takes {_size(bytes_per_slot)}, a request of {context} tokens {_size(context * bytes_per_slot)})"
         )
     budget = memory if memory is not None else min(int(free * AUTO_SHARE[device.type]), wanted * bytes_per_slot)
     slots = budget // bytes_per_slot // page_size * page_size

@@ -39,9 +39,12 @@ class Speculation:
         contexts = [requests[at].draft_context() for at in asking]
         proposals = [proposal for drafter in list(self.drafters) if (proposal := self._ask(drafter, contexts, limit))]
         for at, context, *guesses in zip(asking, contexts, *proposals, strict=True):
-            depth = min(limit.depth, context.room)
             trees[at] = merge_trees(
-                guesses, nodes=limit.nodes, width=limit.width, depth=depth, vocab_size=self._vocab_size
+                guesses,
+                nodes=limit.nodes,
+                width=limit.width,
+                depth=min(limit.depth, context.room),
+                vocab_size=self._vocab_size,
             )
         return self.controller.plan(trees, free_rows)
 

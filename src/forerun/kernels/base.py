@@ -89,8 +89,8 @@ class Kernels(Protocol):
     def rotate_and_write(self, qkv: Tensor, spec: AttentionSpec, layer: int, prepared: Any, store: KVStore) -> Tensor:
         """Apply head norms and RoPE, write k and v into the store, return q: float32 [rows', heads * head_dim].
 
-        qkv: float32 [rows', (heads + 2 * kv_heads) * head_dim], in that order. RoPE turns feature i of a head with feature
-        i + rotary_dim / 2; features past rotary_dim pass through.
+        qkv: float32 [rows', (heads + 2 * kv_heads) * head_dim], in that order. RoPE turns feature i of a head with
+        feature i + rotary_dim / 2; features past rotary_dim pass through.
         """
         ...
 
