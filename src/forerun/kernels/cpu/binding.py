@@ -1,0 +1,159 @@
+"""The C interface of the native library, seen from Python: loading it, its argument types, pointers that were checked.
+
+No meaning of an operation lives here, and no raw pointer outside of here and the calls that take one.
+"""
+
+import ctypes
+import functools
+import os
+from collections.abc import Sequence
+from ctypes import POINTER, c_bool, c_float, c_int, c_long, c_void_p
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from forerun.errors import ConfigError, EngineError
+from forerun.kernels.base import Norm
+from forerun.kernels.batch import IntArray
+
+LIBRARY = Path(__file__).with_name("libforerun_cpu.so")
+INSTRUCTION_SETS = ("avx2", "avx512")  # from plain to best; the library knows them by index
+VARIABLE = "FORERUN_CPU_ISA"
+
+
+class NormArgument(ctypes.Structure):
+    """`Norm` of operations.h."""
+
+    _fields_ = (("weight", c_void_p), ("epsilon", c_float))
+
+
+class RotationArgument(ctypes.Structure):
+    """`Rotation` of operations.h."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("qkv", "q", "keys", "values", "cosines", "sines", "positions", "slots")),
+        ("query_norm", NormArgument),
+        ("key_norm", NormArgument),
+        *((name, c_long) for name in ("heads", "kv_heads", "head_dim", "half")),
+        ("bf16", c_bool),
+    )
+
+
+class AttentionArgument(ctypes.Structure):
+    """`Attention` of operations.h."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("q", "out", "keys", "values", "paths", "positions", "rows", "path_of")),
+        *((name, c_long) for name in ("heads", "kv_heads", "head_dim", "window")),
+        ("scale", c_float),
+        ("softcap", c_float),
+        ("bf16", c_bool),
+    )
+
+
+_FUNCTIONS: dict[str, tuple[object, Sequence[object]]] = {
+    "forerun_supported": (c_int, ()),
+    "forerun_create": (c_void_p, (c_int, c_int)),
+    "forerun_destroy": (None, (c_void_p,)),
+    "forerun_panel": (c_long, (c_void_p,)),
+    "forerun_huge_pages": (None, (c_void_p, c_long)),
+    "forerun_pack": (None, (c_void_p, c_void_p, c_int, c_long, c_long, c_void_p)),
+    "forerun_linear": (
+        c_int,
+        (
+            *(c_void_p, c_void_p, c_long, c_void_p, c_void_p, c_float, c_void_p, c_int, c_long, c_long),
+            *(c_void_p, c_void_p, c_void_p, c_float, c_float, c_void_p),
+        ),
+    ),
+    "forerun_norm": (None, (c_void_p, c_void_p, c_long, c_long, c_void_p, c_float, c_void_p)),
+    "forerun_rotate": (None, (c_void_p, POINTER(RotationArgument), c_long)),
+    "forerun_attend": (c_int, (c_void_p, POINTER(AttentionArgument), c_void_p, c_long)),
+    "forerun_gate": (None, (c_void_p, c_void_p, c_long, c_long, c_int, c_void_p)),
+    "forerun_embed": (None, (c_void_p, c_void_p, c_int, c_void_p, c_long, c_long, c_float, c_void_p)),
+}
+
+
+@functools.cache
+def library() -> ctypes.CDLL:
+    """The loaded library. Raises OSError if it is not there or cannot be loaded."""
+    loaded = ctypes.CDLL(str(LIBRARY))
+    for name, (result, arguments) in _FUNCTIONS.items():
+        function = getattr(loaded, name)
+        function.restype, function.argtypes = result, arguments
+    return loaded
+
+
+def supported() -> tuple[str, ...]:
+    """The instruction sets that the library has code for and this machine can execute; empty without a library."""
+    try:
+        bits = library().forerun_supported()
+    except (OSError, AttributeError):
+        return ()
+    return tuple(name for index, name in enumerate(INSTRUCTION_SETS) if bits >> index & 1)
+
+
+def chosen() -> str:
+    """The instruction set to use: what FORERUN_CPU_ISA says, else the best; "reference" if there is none.
+
+    Raises ConfigError if the variable says something that is not possible here.
+    """
+    possible = ("reference", *supported())
+    wanted = os.environ.get(VARIABLE, "").strip().lower()
+    if not wanted:
+        return possible[-1]
+    if wanted not in possible:
+        raise ConfigError(f"{VARIABLE} is '{wanted}'; possible here: {', '.join(possible)}; set one of these")
+    return wanted
+
+
+@functools.cache
+def context(isa: str, threads: int) -> int:
+    """Handle of the thread pool and the operations of an instruction set; one per process, it lives as long as that.
+
+    Raises EngineError if threads cannot be started.
+    """
+    handle = library().forerun_create(INSTRUCTION_SETS.index(isa), threads)
+    if not handle:
+        raise EngineError(f"cannot start {threads} threads for the native kernels; set a smaller number of threads")
+    return int(handle)
+
+
+def floats(x: Tensor, *shape: int) -> Tensor:
+    """X as a contiguous float32 CPU tensor of that shape, so that its pointer may be handed over.
+
+    Raises EngineError for another shape, type or device.
+    """
+    if x.dtype is not torch.float32 or tuple(x.shape) != shape or x.device.type != "cpu":
+        raise EngineError(
+            f"a native kernel got {x.dtype} {list(x.shape)} on {x.device}; it takes torch.float32 {list(shape)} on cpu"
+        )
+    return x if x.is_contiguous() else x.contiguous()
+
+
+def is_bf16(x: Tensor, dimensions: int) -> bool:
+    """Whether x holds bfloat16 (or else float32). Raises EngineError if it is neither, or not contiguous on the CPU."""
+    if x.dtype not in (torch.float32, torch.bfloat16) or x.dim() != dimensions or not x.is_contiguous() or not x.is_cpu:
+        raise EngineError(
+            f"a native kernel got {x.dtype} {list(x.shape)} on {x.device}; it takes contiguous float32 or bfloat16 "
+            f"with {dimensions} dimensions on cpu"
+        )
+    return x.dtype is torch.bfloat16
+
+
+def norm_argument(norm: Norm | None, size: int) -> NormArgument:
+    """A norm over `size` features; None is one without a weight."""
+    if norm is None:
+        return NormArgument(None, 0.0)
+    if not norm.weight.is_contiguous():
+        raise EngineError("the weight of a norm must be contiguous; call .contiguous() on it when the model is loaded")
+    return NormArgument(floats(norm.weight, size).data_ptr(), norm.epsilon)
+
+
+def integers(array: IntArray, low: int, high: int, what: str) -> IntArray:
+    """The array as contiguous int64 with values in low .. high - 1. Raises EngineError naming `what` otherwise."""
+    array = np.ascontiguousarray(array, np.int64)
+    if array.ndim != 1 or (array.size and not (low <= int(array.min()) and int(array.max()) < high)):
+        raise EngineError(f"{what} of a batch must be a list of integers in {low} .. {high - 1}; got {array}")
+    return array

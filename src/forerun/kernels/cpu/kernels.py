@@ -1,0 +1,214 @@
+"""`CpuKernels`: the operations of `base.Kernels` by the native library. What it does not cover, the reference does.
+
+Rows are never padded here: the native operations keep a row's bits whatever the number of rows.
+"""
+
+from collections.abc import Sequence
+from ctypes import byref
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from forerun.errors import ConfigError, EngineError
+from forerun.kernels.base import Activation, AttentionSpec, Mixture, Norm
+from forerun.kernels.batch import TokenBatch
+from forerun.kernels.cpu import binding
+from forerun.kernels.cpu.binding import AttentionArgument, RotationArgument, floats, is_bf16, norm_argument
+from forerun.kernels.cpu.prepared import PreparedBatch, prepare
+from forerun.kernels.cpu.weights import Arena, PackedLinear, pack
+from forerun.kernels.kv_store import KVStore
+from forerun.kernels.reference import ReferenceKernels
+from forerun.kernels.reference.tiles import pad_rows
+
+MAX_HEAD_DIM = 256  # of operations.h
+MAX_QUERIES = 64
+
+
+def load_cpu_kernels(threads: int | None = None) -> "CpuKernels | None":
+    """The native kernels with that many threads (None = as many as torch uses), or None if there are none here.
+
+    FORERUN_CPU_ISA forces an instruction set, or the reference. Raises ConfigError if it names one that is not possible
+    here, or if threads < 1.
+    """
+    isa = binding.chosen()
+    return None if isa == "reference" else CpuKernels(isa, threads)
+
+
+def unavailable_reason() -> str | None:
+    """Why `load_cpu_kernels` returns None, for people; None if it does not."""
+    if binding.chosen() != "reference":
+        return None
+    if binding.supported():
+        return f"{binding.VARIABLE}=reference asks for the torch reference"
+    try:
+        binding.library()
+    except (OSError, AttributeError) as error:
+        if binding.LIBRARY.exists():
+            return f"the native library cannot be loaded ({error}); install forerun again"
+        return "the native library was not built; install a C++17 compiler (g++) and then forerun again"
+    return "this processor has neither AVX2 with FMA nor AVX-512"
+
+
+class CpuKernels:
+    """Native kernels of one instruction set. Every method's meaning is said in `base.Kernels`."""
+
+    def __init__(self, isa: str, threads: int | None = None) -> None:
+        threads = torch.get_num_threads() if threads is None else threads
+        if threads < 1:
+            raise ConfigError(f"threads is {threads}; at least 1 is needed")
+        self.name, self.threads = isa, threads
+        self._context = binding.context(isa, threads)
+        self._library = binding.library()
+        self._arena = Arena()
+        self._reference = ReferenceKernels("cpu")
+
+    def pack(self, weight: Tensor, bias: Tensor | None = None) -> PackedLinear:
+        return pack(self._context, self._arena, weight, bias)
+
+    def prepare(self, batch: TokenBatch, store: KVStore, rotary: Sequence[tuple[Tensor, Tensor]]) -> PreparedBatch:
+        return prepare(batch, store, rotary)
+
+    def embed(self, table: Tensor, prepared: PreparedBatch, scale: float) -> Tensor:
+        bf16, (entries, size) = is_bf16(table, 2), table.shape
+        token_ids = binding.integers(prepared.token_ids, 0, entries, "token ids")
+        x = torch.empty(prepared.rows, size)
+        self._library.forerun_embed(
+            self._context, table.data_ptr(), bf16, token_ids.ctypes.data, prepared.rows, size, scale, x.data_ptr()
+        )
+        return x
+
+    def norm_project(self, x: Tensor, norm: Norm | None, packed: PackedLinear) -> Tensor:
+        return self._linear(x, packed, before=norm)
+
+    def rotate_and_write(
+        self, qkv: Tensor, spec: AttentionSpec, layer: int, prepared: PreparedBatch, store: KVStore
+    ) -> Tensor:
+        size, half = spec.head_dim, prepared.rotary[spec.rotary][0].shape[1]
+        qkv = floats(qkv, prepared.rows, (spec.heads + 2 * spec.kv_heads) * size)
+        if size > MAX_HEAD_DIM:
+            q = self._reference.rotate_and_write(pad_rows(qkv), spec, layer, prepared.reference, store)
+            return q[: prepared.rows].contiguous()
+        if 2 * half > size:
+            raise EngineError(f"RoPE turns {2 * half} features of heads that have {size}; at most all can turn")
+        keys, values, bf16 = _layer_of(store, layer, spec, prepared)
+        cosines, sines = prepared.rotary[spec.rotary]
+        q = torch.empty(prepared.rows, spec.heads * size)
+        job = RotationArgument(
+            *(qkv.data_ptr(), q.data_ptr(), keys, values, cosines.data_ptr(), sines.data_ptr()),
+            *(prepared.positions.ctypes.data, prepared.slots.ctypes.data),
+            *(norm_argument(spec.query_norm, size), norm_argument(spec.key_norm, size)),
+            *(spec.heads, spec.kv_heads, size, half, bf16),
+        )
+        self._library.forerun_rotate(self._context, byref(job), prepared.rows)
+        return q
+
+    def attend(self, q: Tensor, spec: AttentionSpec, layer: int, prepared: PreparedBatch, store: KVStore) -> Tensor:
+        q = floats(q, prepared.rows, spec.heads * spec.head_dim)
+        if spec.head_dim % 8 or spec.head_dim > MAX_HEAD_DIM or spec.heads // spec.kv_heads > MAX_QUERIES:
+            out = self._reference.attend(pad_rows(q), spec, layer, prepared.reference, store)
+            return out[: prepared.rows].contiguous()
+        keys, values, bf16 = _layer_of(store, layer, spec, prepared)
+        out = torch.empty_like(q)
+        job = AttentionArgument(
+            *(q.data_ptr(), out.data_ptr(), keys, values, prepared.paths.ctypes.data, prepared.positions.ctypes.data),
+            *(prepared.order.ctypes.data, prepared.path_of.ctypes.data),
+            *(spec.heads, spec.kv_heads, spec.head_dim, spec.window or 0, spec.scale, spec.softcap or 0.0, bf16),
+        )
+        groups = prepared.groups
+        _check(self._library.forerun_attend(self._context, byref(job), groups.ctypes.data, len(groups) - 1))
+        return out
+
+    def project_add(self, x: Tensor, packed: PackedLinear, residual: Tensor, norm: Norm | None = None) -> Tensor:
+        return self._linear(x, packed, residual=residual, after=norm)
+
+    def gate(self, gate_up: Tensor, activation: Activation) -> Tensor:
+        rows, size = gate_up.shape[0], gate_up.shape[1] // 2
+        gate_up = floats(gate_up, rows, 2 * size)
+        out = torch.empty(rows, size)
+        gelu = activation == "gelu_tanh"
+        self._library.forerun_gate(self._context, gate_up.data_ptr(), rows, size, gelu, out.data_ptr())
+        return out
+
+    def mixture(self, x: Tensor, norm: Norm | None, mixture: Mixture, activation: Activation) -> Tensor:
+        x = self._norm(x, norm)
+        shares = torch.softmax(self._linear(x, mixture.router), dim=-1)
+        top, experts = shares.topk(mixture.top_k, dim=-1)
+        if mixture.renormalise:
+            total = top[:, 0]
+            for rank in range(1, mixture.top_k):  # column by column: the order does not depend on the number of rows
+                total = total + top[:, rank]
+            top = top / total[:, None]
+        out = torch.zeros_like(x)
+        for expert in experts.unique().tolist():  # ascending, so that a row always adds its experts in the same order
+            rows, rank = (experts == expert).nonzero(as_tuple=True)
+            hidden = self.gate(self._linear(x[rows], mixture.gate_up[expert]), activation)
+            out[rows] += self._linear(hidden, mixture.down[expert]) * top[rows, rank][:, None]
+        return out
+
+    def logits(
+        self, x: Tensor, norm: Norm, packed: PackedLinear, prepared: PreparedBatch, softcap: float | None
+    ) -> Tensor:
+        floats(x, prepared.rows, packed.columns)
+        return self._linear(x, packed, before=norm, index=prepared.logit_rows, softcap=softcap)
+
+    def _norm(self, x: Tensor, norm: Norm | None) -> Tensor:
+        if norm is None:
+            return x
+        rows, size = x.shape
+        x, argument, out = floats(x, rows, size), norm_argument(norm, size), torch.empty(rows, size)
+        self._library.forerun_norm(
+            self._context, x.data_ptr(), rows, size, argument.weight, argument.epsilon, out.data_ptr()
+        )
+        return out
+
+    def _linear(
+        self,
+        x: Tensor,
+        packed: PackedLinear,
+        before: Norm | None = None,
+        index: np.ndarray[tuple[int], np.dtype[np.int64]] | None = None,
+        residual: Tensor | None = None,
+        after: Norm | None = None,
+        softcap: float | None = None,
+    ) -> Tensor:
+        """Softcap(residual + after(before(x[index]) W^T + bias)); index: rows of x, checked by `prepare`."""
+        x = floats(x, len(x), packed.columns)
+        rows = len(x) if index is None else len(index)
+        y = torch.empty(rows, packed.rows)
+        first, last = norm_argument(before, packed.columns), norm_argument(after, packed.rows)
+        residual = None if residual is None else floats(residual, rows, packed.rows)
+        failed = self._library.forerun_linear(
+            *(self._context, x.data_ptr(), rows, None if index is None else index.ctypes.data),
+            *(first.weight, first.epsilon),
+            *(packed.panels.data_ptr(), packed.bf16, packed.rows, packed.columns),
+            *(None if packed.bias is None else packed.bias.data_ptr(),),
+            *(None if residual is None else residual.data_ptr(),),
+            *(last.weight, last.epsilon, softcap or 0.0, y.data_ptr()),
+        )
+        _check(failed)
+        return y
+
+
+def _layer_of(store: KVStore, layer: int, spec: AttentionSpec, prepared: PreparedBatch) -> tuple[int, int, bool]:
+    """Pointers to the layer's keys and values, and whether they are bfloat16; the batch's slots are within them."""
+    bf16 = is_bf16(store.keys, 4)
+    layers, slots, kv_heads, size = store.keys.shape
+    if is_bf16(store.values, 4) is not bf16 or store.values.shape != store.keys.shape:
+        raise EngineError("keys and values of a store must have one shape and type")
+    if (
+        (kv_heads, size) != (spec.kv_heads, spec.head_dim)
+        or not 0 <= layer < layers
+        or slots < prepared.store.slots + 1
+    ):
+        raise EngineError(
+            f"layer {layer} with {spec.kv_heads} key/value heads of {spec.head_dim} does not fit a store of shape "
+            f"{list(store.keys.shape)}, or the batch was prepared for another store"
+        )
+    offset = layer * slots * kv_heads * size * store.keys.itemsize
+    return store.keys.data_ptr() + offset, store.values.data_ptr() + offset, bf16
+
+
+def _check(failed: int) -> None:
+    if failed:
+        raise EngineError("no memory for a native kernel's working space; lower the tokens per step")

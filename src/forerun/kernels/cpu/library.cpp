@@ -1,0 +1,195 @@
+// The C interface of the library: raw pointers in, nothing thrown out. Sizes are checked by the caller (binding.py).
+// This file runs on any x86-64 machine and chooses the operations that the machine at hand can execute.
+#include <sys/mman.h>
+
+#include <cstdlib>
+#include <mutex>
+#include <new>
+
+#include "operations.h"
+#include "pool.h"
+
+namespace {
+
+using namespace forerun;
+
+struct Context {
+    const Operations* operations;
+    Pool pool;
+    std::mutex busy;  // one operation at a time: they share the pool and the scratch memory
+    float* scratch = nullptr;
+    long scratch_floats = 0;
+
+    Context(const Operations* chosen, int threads) : operations(chosen), pool(threads) {}
+    ~Context() { free(scratch); }
+
+    // At least that many floats, aligned; null when memory is short. Kept, so that a step does not allocate.
+    float* memory(long floats) {
+        if (floats <= scratch_floats) return scratch;
+        free(scratch);
+        scratch_floats = 0;
+        scratch = (float*)aligned_alloc(128, (floats * sizeof(float) + 127) / 128 * 128);
+        if (scratch) scratch_floats = floats;
+        return scratch;
+    }
+};
+
+// Fewer rows than this are not worth a second thread in operations that only pass over the activations.
+constexpr long ROWS_TO_SHARE = 8;
+
+template <typename Work>
+void for_rows(Context& context, long rows, const Work& work) {
+    if (rows < ROWS_TO_SHARE) {
+        for (long row = 0; row < rows; ++row) work(row);
+        return;
+    }
+    constexpr long RUN = 4;
+    context.pool.run((rows + RUN - 1) / RUN, [&](long piece, int) {
+        for (long row = piece * RUN; row < rows && row < (piece + 1) * RUN; ++row) work(row);
+    });
+}
+
+}  // namespace
+
+extern "C" {
+
+// Bit 0: AVX2 with FMA, bit 1: AVX-512F. The compiler's run-time library also asks whether the system saves the registers.
+__attribute__((visibility("default"))) int forerun_supported() {
+    __builtin_cpu_init();
+    bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+    return avx2 + 2 * (avx2 && __builtin_cpu_supports("avx512f"));
+}
+
+// isa: 0 AVX2, 1 AVX-512. Null when memory or threads are short.
+__attribute__((visibility("default"))) void* forerun_create(int isa, int threads) {
+    try {
+        return new Context(isa ? avx512_operations() : avx2_operations(), threads);
+    } catch (...) {
+        return nullptr;
+    }
+}
+
+__attribute__((visibility("default"))) void forerun_destroy(void* context) { delete (Context*)context; }
+
+__attribute__((visibility("default"))) long forerun_panel(void* context) {
+    return ((Context*)context)->operations->panel;
+}
+
+// Ask for huge pages: without them reading the weights misses the address cache at every 4 KB.
+__attribute__((visibility("default"))) void forerun_huge_pages(void* at, long bytes) {
+#ifdef MADV_HUGEPAGE
+    madvise(at, bytes, MADV_HUGEPAGE);
+#endif
+}
+
+__attribute__((visibility("default"))) void forerun_pack(void* self, const void* weight, int bf16, long n, long k,
+                                                         void* packed) {
+    Context& context = *(Context*)self;
+    std::lock_guard<std::mutex> lock(context.busy);
+    const Operations& operations = *context.operations;
+    long panels = (n + operations.panel - 1) / operations.panel;
+    context.pool.run(panels, [&](long panel, int) { operations.pack(weight, bf16, n, k, panel, packed); });
+}
+
+// y = softcap(residual + norm_after(norm_before(x[row_index]) W^T + bias)); all but x, W and y may be absent.
+__attribute__((visibility("default"))) int forerun_linear(
+    void* self, const float* x, long rows, const int64_t* row_index, const float* before, float before_epsilon,
+    const void* packed, int bf16, long n, long k, const float* bias, const float* residual, const float* after,
+    float after_epsilon, float softcap, float* y) {
+    Context& context = *(Context*)self;
+    std::lock_guard<std::mutex> lock(context.busy);
+    const Operations& operations = *context.operations;
+    bool copies = before || row_index;
+    float* memory = context.memory((copies ? rows * k : 0) + (after ? rows * n : 0) + 1);
+    if (!memory) return 1;
+    float* sums = after ? memory + (copies ? rows * k : 0) : y;
+    if (copies) {
+        for_rows(context, rows, [&](long row) {
+            const float* from = x + (row_index ? row_index[row] : row) * k;
+            if (before)
+                operations.norm_row(from, {before, before_epsilon}, nullptr, memory + row * k, k);
+            else
+                operations.embed_row(from, false, 1.0f, memory + row * k, k);
+        });
+        x = memory;
+    }
+    Linear job = {x, packed, bias, after ? nullptr : residual, sums, rows, k, n, softcap, bf16 != 0};
+    context.pool.run((n + CHUNK_COLUMNS - 1) / CHUNK_COLUMNS, [&](long chunk, int) { operations.linear(job, chunk); });
+    if (after)
+        for_rows(context, rows, [&](long row) {
+            operations.norm_row(sums + row * n, {after, after_epsilon}, residual ? residual + row * n : nullptr,
+                                y + row * n, n);
+        });
+    return 0;
+}
+
+__attribute__((visibility("default"))) void forerun_norm(void* self, const float* x, long rows, long size,
+                                                         const float* weight, float epsilon, float* y) {
+    Context& context = *(Context*)self;
+    std::lock_guard<std::mutex> lock(context.busy);
+    for_rows(context, rows, [&](long row) {
+        context.operations->norm_row(x + row * size, {weight, epsilon}, nullptr, y + row * size, size);
+    });
+}
+
+__attribute__((visibility("default"))) void forerun_rotate(void* self, const Rotation* job, long rows) {
+    Context& context = *(Context*)self;
+    std::lock_guard<std::mutex> lock(context.busy);
+    for_rows(context, rows, [&](long row) { context.operations->rotate_row(*job, row); });
+}
+
+// groups: where each group of rows begins in job->rows, and the end of the last one.
+__attribute__((visibility("default"))) int forerun_attend(void* self, const Attention* job, const int64_t* groups,
+                                                          long group_count) {
+    Context& context = *(Context*)self;
+    std::lock_guard<std::mutex> lock(context.busy);
+    long scratch = context.operations->scratch_floats, threads = context.pool.threads();
+    float* memory = context.memory(scratch * threads);
+    if (!memory) return 1;
+    // Rows together read the keys once; but every thread wants work.
+    auto tiles = [&](long tile) {
+        long count = 0;
+        for (long g = 0; g < group_count; ++g) count += (groups[g + 1] - groups[g] + tile - 1) / tile;
+        return count;
+    };
+    long heads = job->heads / job->kv_heads, tile = MAX_QUERIES / heads;
+    while (tile * heads > 12 && threads > 1 && tiles(tile) * job->kv_heads < 2 * threads) tile = (tile + 1) / 2;
+    struct Unit {
+        int64_t first, last;
+    };
+    std::unique_ptr<Unit[]> units(new (std::nothrow) Unit[tiles(tile)]);
+    if (!units) return 1;
+    long count = 0;
+    for (long g = 0; g < group_count; ++g) {
+        long rows = groups[g + 1] - groups[g], parts = (rows + tile - 1) / tile;
+        for (long i = 0; i < parts; ++i)
+            units[count++] = {groups[g] + rows * i / parts, groups[g] + rows * (i + 1) / parts};
+    }
+    context.pool.run(count * job->kv_heads, [&](long piece, int thread) {
+        const Unit& unit = units[piece / job->kv_heads];
+        context.operations->attend(*job, unit.first, unit.last, piece % job->kv_heads, memory + thread * scratch);
+    });
+    return 0;
+}
+
+__attribute__((visibility("default"))) void forerun_gate(void* self, const float* gate_up, long rows, long size,
+                                                         int gelu, float* y) {
+    Context& context = *(Context*)self;
+    std::lock_guard<std::mutex> lock(context.busy);
+    for_rows(context, rows, [&](long row) {
+        context.operations->gate_row(gate_up + row * 2 * size, y + row * size, size, gelu != 0);
+    });
+}
+
+__attribute__((visibility("default"))) void forerun_embed(void* self, const void* table, int bf16,
+                                                          const int64_t* token_ids, long rows, long size, float scale,
+                                                          float* y) {
+    Context& context = *(Context*)self;
+    std::lock_guard<std::mutex> lock(context.busy);
+    for_rows(context, rows, [&](long row) {
+        const char* from = (const char*)table + token_ids[row] * size * (bf16 ? 2 : 4);
+        context.operations->embed_row(from, bf16 != 0, scale, y + row * size, size);
+    });
+}
+
+}  // extern "C"

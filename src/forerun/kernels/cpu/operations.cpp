@@ -1,0 +1,173 @@
+// The operations themselves, compiled once per instruction set (setup.py says with which flags and FORERUN_OPERATIONS).
+#include "operations.h"
+
+#include "attention.h"
+#include "product.h"
+#include "simd.h"
+
+namespace {
+
+using namespace forerun;
+
+template <typename T>
+void pack_panel(const T* weight, long n, long k_count, long first, T* panel) {
+    // Eight steps of k at a time: the rows of the weight are read in runs, the panel is written in order.
+    for (long k = 0; k < k_count; k += 8) {
+        long steps = k_count - k < 8 ? k_count - k : 8;
+        for (long c = 0; c < PANEL; ++c) {
+            long place = sizeof(T) == 2 ? c % LANES * 2 + c / LANES : c;
+            T* at = panel + k * PANEL + place;
+            if (first + c < n) {
+                const T* row = weight + (first + c) * k_count + k;
+                for (long i = 0; i < steps; ++i) at[i * PANEL] = row[i];
+            } else {
+                for (long i = 0; i < steps; ++i) at[i * PANEL] = 0;
+            }
+        }
+    }
+}
+
+void pack(const void* weight, bool bf16, long n, long k, long panel, void* packed) {
+    if (bf16)
+        pack_panel((const uint16_t*)weight, n, k, panel * PANEL, (uint16_t*)packed + panel * PANEL * k);
+    else
+        pack_panel((const float*)weight, n, k, panel * PANEL, (float*)packed + panel * PANEL * k);
+}
+
+// From the sums of a block of rows to y: bias, residual, soft cap, in this order.
+void finish(const Linear& job, const float* sums, long stride, long row, long rows, long column, long columns) {
+    for (long r = 0; r < rows; ++r) {
+        for (long c = 0; c < columns; c += LANES) {
+            long at = (row + r) * job.n + column + c, count = columns - c;
+            vfloat v = load(sums + r * stride + c);
+            if (job.bias) v += load_part(job.bias + column + c, count);
+            if (job.residual) v += load_part(job.residual + at, count);
+            if (job.softcap != 0) v = hyperbolic_tangent(v / job.softcap) * job.softcap;
+            store_part(job.y + at, v, count);
+        }
+    }
+}
+
+// Rows that share the second-level cache with the panels of a chunk.
+constexpr long NEAR_ROWS = 4 * BLOCK_ROWS;
+constexpr long CHUNK_PANELS = CHUNK_COLUMNS / PANEL;
+
+template <int PANELS, typename T>
+void linear_panels(const Linear& job, long panel, long start, long rows, const T* ahead, long pass, long passes) {
+    float sums[BLOCK_ROWS * PANELS * PANEL];
+    const T* w = (const T*)job.packed + panel * PANEL * job.k;
+    long column = panel * PANEL, columns = job.n - column < PANELS * PANEL ? job.n - column : PANELS * PANEL;
+    long bytes = CHUNK_COLUMNS * sizeof(T);
+    for (long i = 0; i < blocks_of(rows); ++i, ++pass) {
+        long row = start + block_start(rows, i), count = start + block_start(rows, i + 1) - row;
+        Ahead next = {(const char*)ahead + pass * (bytes * job.k / passes), bytes / passes};
+        tile_of<PANELS>(count, job.x + row * job.k, job.k, w, PANEL * job.k, job.k, sums, PANELS * PANEL, false, next);
+        finish(job, sums, PANELS * PANEL, row, count, column, columns);
+    }
+}
+
+template <typename T>
+void linear_chunk(const Linear& job, long chunk) {
+    long panels = (job.n + PANEL - 1) / PANEL;
+    long first = chunk * CHUNK_PANELS, last = first + CHUNK_PANELS < panels ? first + CHUNK_PANELS : panels;
+    const T* ahead = (const T*)job.packed + last * PANEL * job.k;
+    if (CHUNK_PANELS == 2 && last - first == 2 && job.rows <= BLOCK_ROWS / 2)
+        return linear_panels<CHUNK_PANELS, T>(job, first, 0, job.rows, ahead, 0, 1);
+    for (long start = 0; start < job.rows; start += NEAR_ROWS) {
+        long rows = job.rows - start < NEAR_ROWS ? job.rows - start : NEAR_ROWS;
+        long passes = blocks_of(rows) * (last - first);
+        for (long panel = first; panel < last; ++panel)
+            linear_panels<1, T>(job, panel, start, rows, ahead, (panel - first) * blocks_of(rows), passes);
+    }
+}
+
+void linear(const Linear& job, long chunk) {
+    job.bf16 ? linear_chunk<uint16_t>(job, chunk) : linear_chunk<float>(job, chunk);
+}
+
+void norm_row(const float* x, Norm norm, const float* residual, float* y, long size) {
+    vfloat squares{};
+    for (long i = 0; i < size; i += LANES) {
+        vfloat v = load_part(x + i, size - i);
+        squares = fma(v, v, squares);
+    }
+    float factor = 1.0f / __builtin_sqrtf(sum(squares) / size + norm.epsilon);
+    for (long i = 0; i < size; i += LANES) {
+        vfloat v = load_part(x + i, size - i) * factor * load_part(norm.weight + i, size - i);
+        if (residual) v += load_part(residual + i, size - i);
+        store_part(y + i, v, size - i);
+    }
+}
+
+// Norm (if any) and RoPE of one head: first and second half of the turning features turn together.
+void rotate_head(const float* x, Norm norm, const float* cosines, const float* sines, long size, long half, float* y) {
+    if (norm.weight)
+        norm_row(x, norm, nullptr, y, size);
+    else
+        memcpy(y, x, size * sizeof(float));
+    for (long i = 0; i < half; i += LANES) {
+        long count = half - i;
+        vfloat a = load_part(y + i, count), b = load_part(y + half + i, count);
+        vfloat c = load_part(cosines + i, count), s = load_part(sines + i, count);
+        store_part(y + i, a * c - b * s, count);
+        store_part(y + half + i, b * c + a * s, count);
+    }
+}
+
+void store_head(const float* x, void* to, bool bf16, long at, long size) {
+    if (!bf16) {
+        memcpy((float*)to + at, x, size * sizeof(float));
+        return;
+    }
+    for (long i = 0; i < size; i += LANES) store_part((uint16_t*)to + at + i, load_part(x + i, size - i), size - i);
+}
+
+void rotate_row(const Rotation& job, long row) {
+    float buffer[MAX_HEAD_DIM];
+    long size = job.head_dim, features = (job.heads + 2 * job.kv_heads) * size;
+    const float* x = job.qkv + row * features;
+    const float* cosines = job.cosines + job.positions[row] * job.half;
+    const float* sines = job.sines + job.positions[row] * job.half;
+    for (long h = 0; h < job.heads; ++h)
+        rotate_head(x + h * size, job.query_norm, cosines, sines, size, job.half, job.q + (row * job.heads + h) * size);
+    for (long h = 0; h < job.kv_heads; ++h) {
+        long at = (job.slots[row] * job.kv_heads + h) * size;
+        rotate_head(x + (job.heads + h) * size, job.key_norm, cosines, sines, size, job.half, buffer);
+        store_head(buffer, job.keys, job.bf16, at, size);
+        store_head(x + (job.heads + job.kv_heads + h) * size, job.values, job.bf16, at, size);
+    }
+}
+
+void gate_row(const float* gate_up, float* y, long size, bool gelu) {
+    for (long i = 0; i < size; i += LANES) {
+        vfloat gate = load_part(gate_up + i, size - i), up = load_part(gate_up + size + i, size - i);
+        if (gelu) {
+            vfloat inner = fma(gate * gate * gate, splat(0.044715f), gate) * 0.7978845608f;
+            gate = 0.5f * gate * (1.0f + hyperbolic_tangent(inner));
+        } else {
+            gate = gate / (1.0f + exponential(-gate));
+        }
+        store_part(y + i, gate * up, size - i);
+    }
+}
+
+void embed_row(const void* row, bool bf16, float scale, float* y, long size) {
+    for (long i = 0; i < size; i += LANES) {
+        vfloat v = bf16 ? load_part((const uint16_t*)row + i, size - i) : load_part((const float*)row + i, size - i);
+        store_part(y + i, v * scale, size - i);
+    }
+}
+
+}  // namespace
+
+namespace forerun {
+
+const Operations* FORERUN_OPERATIONS() {
+    static constexpr Operations operations = {
+        FORERUN_OPERATIONS_NAME, PANEL,      ATTENTION_SCRATCH, pack,    linear,
+        norm_row,                rotate_row, attend,            gate_row, embed_row,
+    };
+    return &operations;
+}
+
+}  // namespace forerun

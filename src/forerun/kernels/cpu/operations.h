@@ -1,0 +1,75 @@
+// What the portable part (library.cpp) asks of the part that exists once per instruction set.
+// Plain data and function pointers only: templates of the standard library must not be instantiated on both sides.
+#pragma once
+
+#include <cstdint>
+
+namespace forerun {
+
+constexpr long KEY_BLOCK = 64;      // attention visits keys in blocks of so many absolute positions
+constexpr long CHUNK_COLUMNS = 32;  // columns of a weight that one thread takes at a time
+constexpr long MAX_HEAD_DIM = 256;
+constexpr long MAX_QUERIES = 64;  // (row, head) pairs that one attention unit holds
+
+struct Norm {
+    const float* weight;  // null: no norm
+    float epsilon;
+};
+
+struct Linear {
+    const float* x;        // [rows, k]
+    const void* packed;    // see pack()
+    const float* bias;     // [n] or null
+    const float* residual;  // [rows, n] or null
+    float* y;              // [rows, n]
+    long rows, k, n;
+    float softcap;  // 0: off
+    bool bf16;
+};
+
+struct Rotation {
+    const float* qkv;  // [rows, (heads + 2 kv_heads) * head_dim]
+    float* q;          // [rows, heads * head_dim]
+    void *keys, *values;  // [slots, kv_heads, head_dim]
+    const float *cosines, *sines;  // [positions, half]
+    const int64_t *positions, *slots;  // [rows]
+    Norm query_norm, key_norm;
+    long heads, kv_heads, head_dim, half;
+    bool bf16;
+};
+
+struct Path {
+    const int64_t* slots;
+    int64_t length, shared;
+};
+
+struct Attention {
+    const float* q;  // [rows, heads * head_dim]
+    float* out;
+    const void *keys, *values;  // [slots, kv_heads, head_dim]
+    const Path* paths;
+    const int64_t* positions;  // [rows]
+    const int64_t* rows;       // rows of the batch, those of a group together
+    const int64_t* path_of;    // for each entry of `rows`
+    long heads, kv_heads, head_dim, window;  // window 0: all
+    float scale, softcap;                    // softcap 0: off
+    bool bf16;
+};
+
+struct Operations {
+    const char* name;
+    long panel;           // columns per packed panel
+    long scratch_floats;  // working memory of attend(), per thread
+    void (*pack)(const void* weight, bool bf16, long n, long k, long panel, void* packed);
+    void (*linear)(const Linear&, long chunk);
+    void (*norm_row)(const float* x, Norm norm, const float* residual, float* y, long size);
+    void (*rotate_row)(const Rotation&, long row);
+    void (*attend)(const Attention&, long first, long last, long kv_head, float* scratch);
+    void (*gate_row)(const float* gate_up, float* y, long size, bool gelu);
+    void (*embed_row)(const void* row, bool bf16, float scale, float* y, long size);
+};
+
+const Operations* avx2_operations();
+const Operations* avx512_operations();
+
+}  // namespace forerun

@@ -1,0 +1,98 @@
+#include "pool.h"
+
+#include <immintrin.h>
+
+#include <chrono>
+
+namespace forerun {
+
+namespace {
+
+// Between two operations of a step Python needs some 10 us; waking a thread costs as much.
+constexpr auto SPIN = std::chrono::microseconds(100);
+
+}  // namespace
+
+Pool::Pool(int threads) : count_(threads), ranges_(new Range[threads]) {
+    for (int t = 1; t < threads; ++t) helpers_.emplace_back([this, t] { serve(t); });
+}
+
+Pool::~Pool() {
+    {
+        std::lock_guard<std::mutex> lock(mutex_);
+        ending_ = true;
+    }
+    wake_.notify_all();
+    for (auto& helper : helpers_) helper.join();
+}
+
+void Pool::start(long pieces, Call call, const void* work) {
+    if (count_ == 1 || pieces == 1) {
+        for (long i = 0; i < pieces; ++i) call(work, i, 0);
+        return;
+    }
+    call_ = call;
+    work_ = work;
+    for (int t = 0; t < count_; ++t) {
+        ranges_[t].end = pieces * (t + 1) / count_;
+        ranges_[t].next.store(pieces * t / count_, std::memory_order_relaxed);
+    }
+    uint64_t open = state_.load(std::memory_order_relaxed) + 1;
+    state_.store(open);  // sequentially consistent: either a helper going to sleep sees it, or it is seen sleeping
+    if (sleeping_.load()) {
+        { std::lock_guard<std::mutex> lock(mutex_); }
+        wake_.notify_all();
+    }
+    take_part(0);
+    state_.store(open + 1);
+    while (inside_.load()) _mm_pause();
+}
+
+// Own pieces first (their data lie side by side), then what others have not begun.
+void Pool::take_part(int thread) {
+    for (int i = 0; i < count_; ++i) {
+        Range& range = ranges_[(thread + i) % count_];
+        for (;;) {
+            long piece = range.next.load(std::memory_order_relaxed);
+            if (piece >= range.end) break;
+            piece = range.next.fetch_add(1, std::memory_order_relaxed);
+            if (piece >= range.end) break;
+            call_(work_, piece, thread);
+        }
+    }
+}
+
+void Pool::serve(int thread) {
+    for (uint64_t seen = 0;;) {
+        seen = await(seen);
+        if (ending_.load()) return;
+        inside_.fetch_add(1);
+        // Only now does the job stay as it is until we leave; it may have been closed, or be the next one already.
+        uint64_t state = state_.load();
+        if (state & 1) take_part(thread);
+        seen = state;
+        inside_.fetch_sub(1);
+    }
+}
+
+// Until there is an open job other than `seen`, or the end.
+uint64_t Pool::await(uint64_t seen) {
+    auto news = [&] {
+        uint64_t state = state_.load();
+        return ((state & 1) && state != seen) || ending_.load();
+    };
+    auto deadline = std::chrono::steady_clock::now() + SPIN;
+    do {
+        for (int i = 0; i < 32; ++i) {
+            if (news()) return state_.load();
+            _mm_pause();
+        }
+    } while (std::chrono::steady_clock::now() < deadline);
+    std::unique_lock<std::mutex> lock(mutex_);
+    sleeping_.fetch_add(1);
+    wake_.wait(lock, news);
+    sleeping_.fetch_sub(1);
+    return state_.load();
+}
+
+}  // namespace forerun

@@ -1,0 +1,109 @@
+"""A batch laid out for the native kernels: plain integer arrays whose every value has been checked."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from forerun.errors import EngineError
+from forerun.kernels.batch import AttentionPath, IntArray, TokenBatch
+from forerun.kernels.cpu.binding import floats, integers
+from forerun.kernels.kv_store import KVStore
+from forerun.kernels.reference import ReferenceKernels
+
+PATH = np.dtype([("slots", np.uintp), ("length", np.int64), ("shared", np.int64)])  # `Path` of operations.h
+
+
+@dataclass(frozen=True)
+class PreparedBatch:
+    """What `CpuKernels.prepare` returns; all arrays contiguous int64 and in range for `store`.
+
+    order: the rows of the batch, those of a group together. path_of: for each entry of `order`, its path.
+    groups: where in `order` each group begins, and its length. paths: PATH, their slots kept alive by `held`.
+    """
+
+    batch: TokenBatch
+    store: KVStore
+    token_ids: IntArray
+    positions: IntArray
+    slots: IntArray
+    logit_rows: IntArray
+    order: IntArray
+    path_of: IntArray
+    groups: IntArray
+    paths: np.ndarray[Any, Any]
+    held: Sequence[IntArray]
+    rotary: Sequence[tuple[Tensor, Tensor]]
+
+    @property
+    def rows(self) -> int:
+        """Number of tokens in the batch."""
+        return len(self.token_ids)
+
+    @cached_property
+    def reference(self) -> Any:
+        """The same batch for the torch reference, made only if an operation is not covered natively."""
+        return ReferenceKernels("cpu").prepare(self.batch, self.store, self.rotary)
+
+
+def prepare(batch: TokenBatch, store: KVStore, rotary: Sequence[tuple[Tensor, Tensor]]) -> PreparedBatch:
+    """Check the batch and lay it out. Raises EngineError if an index is out of range or a row is not on one path."""
+    rows = batch.rows
+    length = min((len(cosines) for cosines, _ in rotary), default=np.iinfo(np.int64).max)
+    positions = integers(batch.positions, 0, length, "positions")
+    slots = integers(batch.slots, 0, store.slots + 1, "slots")
+    logit_rows = integers(batch.logit_rows, 0, rows, "logit rows")
+    if not rows or len(positions) != rows or len(slots) != rows:
+        raise EngineError(
+            f"a batch has {rows} tokens, {len(positions)} positions and {len(slots)} slots; all must be equal"
+        )
+    ordered = sorted(batch.paths, key=lambda path: path.group)
+    row_lists = [integers(path.rows, 0, rows, "rows of a path") for path in ordered]
+    order = np.concatenate(row_lists) if row_lists else np.empty(0, np.int64)
+    if len(order) != rows or (np.bincount(order, minlength=rows) != 1).any():
+        raise EngineError(f"every row of a batch lies on exactly one path; the {rows} rows lie on paths so: {order}")
+    held = [_path_slots(path, own, positions, store) for path, own in zip(ordered, row_lists, strict=True)]
+    group_ids = np.array([path.group for path in ordered], np.int64)
+    path_of = np.repeat(np.arange(len(ordered)), [len(own) for own in row_lists])
+    starts = np.flatnonzero(np.diff(group_ids[path_of], prepend=group_ids[path_of[0]] - 1))
+    shared: dict[int, int] = {}
+    for path in ordered:
+        shared[path.group] = min(path.shared, shared.get(path.group, path.shared))
+    paths = np.zeros(len(ordered), PATH)
+    for number, (path, own) in enumerate(zip(ordered, held, strict=True)):
+        paths[number] = (own.ctypes.data, len(own), shared[path.group])
+    return PreparedBatch(
+        batch=batch,
+        store=store,
+        token_ids=np.ascontiguousarray(batch.token_ids, np.int64),
+        positions=positions,
+        slots=slots,
+        logit_rows=logit_rows,
+        order=order,
+        path_of=path_of.astype(np.int64),
+        groups=np.append(starts, rows).astype(np.int64),
+        paths=paths,
+        held=held,
+        rotary=[_table(cosines, sines) for cosines, sines in rotary],
+    )
+
+
+def _path_slots(path: AttentionPath, rows: IntArray, positions: IntArray, store: KVStore) -> IntArray:
+    slots = integers(path.slots, 0, store.slots + 1, "slots of a path")
+    if len(rows) and int(positions[rows].max()) >= len(slots):
+        raise EngineError(
+            f"a path of {len(slots)} slots has a row at position {int(positions[rows].max())}; a path reaches at "
+            "least to the position of its last row"
+        )
+    if not 0 <= path.shared <= len(slots):
+        raise EngineError(
+            f"a path of {len(slots)} slots shares {path.shared} with its group; allowed: 0 .. {len(slots)}"
+        )
+    return slots
+
+
+def _table(cosines: Tensor, sines: Tensor) -> tuple[Tensor, Tensor]:
+    return floats(cosines, *cosines.shape), floats(sines, *cosines.shape)

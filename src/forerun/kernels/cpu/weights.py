@@ -1,0 +1,56 @@
+"""Weights as the native kernels read them: panels of columns, in one run of memory in the order of execution."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from forerun.errors import EngineError
+from forerun.kernels.cpu.binding import floats, is_bf16, library
+
+HUGE_PAGE = 1 << 21
+CHUNK = 32 << 20
+
+
+@dataclass(frozen=True)
+class PackedLinear:
+    """A linear layer [rows, columns] = [out, in] in panels (see operations.cpp). panels: uint8. bias: float32 [out]."""
+
+    panels: Tensor
+    rows: int
+    columns: int
+    bf16: bool
+    bias: Tensor | None
+
+
+class Arena:
+    """Hands out memory side by side in large pieces on huge pages; a piece lives as long as a weight in it."""
+
+    def __init__(self) -> None:
+        self._piece = torch.empty(0, dtype=torch.uint8)
+        self._used = 0
+
+    def take(self, size: int) -> Tensor:
+        """Uint8 [size], aligned to 128 bytes. Pages that nobody writes to take no memory."""
+        size = -(-size // 128) * 128
+        if self._used + size > len(self._piece):
+            piece = torch.empty(max(size, CHUNK) + HUGE_PAGE, dtype=torch.uint8)
+            self._piece = piece[-piece.data_ptr() % HUGE_PAGE :]
+            self._used = 0
+            library().forerun_huge_pages(self._piece.data_ptr(), len(self._piece))
+        self._used += size
+        return self._piece[self._used - size : self._used]
+
+
+def pack(context: int, arena: Arena, weight: Tensor, bias: Tensor | None) -> PackedLinear:
+    """Copy weight [out, in] into panels. Raises EngineError for another type than float32 or bfloat16."""
+    weight = weight.contiguous()
+    bf16 = is_bf16(weight, 2)
+    rows, columns = weight.shape
+    if not rows or not columns:
+        raise EngineError(f"a linear layer of shape {list(weight.shape)} has nothing to multiply; check the model")
+    panel = library().forerun_panel(context)
+    panels = arena.take(-(-rows // panel) * panel * columns * weight.itemsize)
+    library().forerun_pack(context, weight.data_ptr(), bf16, rows, columns, panels.data_ptr())
+    own_bias = None if bias is None else floats(bias.to(torch.float32), rows).clone()
+    return PackedLinear(panels, rows, columns, bf16, own_bias)
