@@ -39,13 +39,13 @@ CHANGED: dict[str, tuple[Any, Any]] = {
     "speculation.step_nodes": ("0", 0),
     "speculation.share_history": ("false", False),
     "speculation.history_tokens": ("1000", 1000),
-    "speculation.fallback": ("off", "off"),
     "speculation.on_draft_error": ("off", "off"),
 }
 ONE_VALUE_SO_FAR = {
     "speculation.acceptance": "exact",
     "speculation.acceptance_threshold": None,
     "speculation.device": "auto",
+    "speculation.fallback": "auto",
     "control.policy": "fixed",
     "parallel.tensor": 1,
 }
@@ -284,9 +284,9 @@ def test_an_empty_yaml_file_and_an_empty_section_set_nothing(tmp_path: Path) -> 
 
 def test_a_bare_off_in_yaml_is_off_though_yaml_reads_it_as_false(tmp_path: Path) -> None:
     file = tmp_path / "settings.yaml"
-    file.write_text("speculation:\n  method: off\n  fallback: off\n  on_draft_error: off\n")
+    file.write_text("speculation:\n  method: off\n  on_draft_error: off\n")
     speculation = resolve(file, env={}).config.speculation
-    assert (speculation.method, speculation.fallback, speculation.on_draft_error) == ("off", "off", "off")
+    assert (speculation.method, speculation.on_draft_error) == ("off", "off")
 
 
 def test_a_configuration_cannot_be_changed_or_hold_unknown_names() -> None:

@@ -167,8 +167,8 @@ class SpeculationConfig(_Section):
     acceptance_threshold: Annotated[float | None, BeforeValidator(_number_or_auto)] = Field(
         default=None, gt=0, le=1, description="threshold of lossy acceptance; none with exact acceptance"
     )
-    fallback: Annotated[Literal["auto", "off"], BeforeValidator(_word)] = Field(
-        default="auto", description="decode plainly while speculation does not pay"
+    fallback: Annotated[Literal["auto"], BeforeValidator(_word)] = Field(
+        default="auto", description="decode plainly where drafters fail or have nothing likely to offer"
     )
     device: Annotated[Literal["auto"], BeforeValidator(_word)] = Field(default="auto", description="where drafters run")
     on_draft_error: Annotated[Literal["fail", "off"], BeforeValidator(_word)] = Field(
@@ -246,6 +246,7 @@ _LATER: dict[str, dict[str, str]] = {
     "precision": dict.fromkeys(("int8", "int4", "fp8_e4m3"), "the quantised kernels"),
     "speculation.draft_precision": dict.fromkeys(("int8", "int4", "fp8_e4m3"), "the quantised kernels"),
     "speculation.acceptance": dict.fromkeys(("threshold", "typical", "two_stage"), "the lossy acceptance rules"),
+    "speculation.fallback": {"off": "the adaptive controller"},
     "speculation.device": dict.fromkeys(("cpu", "cuda"), "drafters that run beside the target"),
     "control.policy": dict.fromkeys(("cost_model", "rules", "auto"), "the adaptive controller"),
 }

@@ -128,7 +128,7 @@ def test_tokens_and_logprobs_equal_those_of_the_request_alone(
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_the_target_as_its_own_draft_model_is_always_right(temperature, dtype, kernels):
     model = decoder(dtype=dtype, kernels=kernels)
-    drafter = DraftModelDrafter(model, slots=2048)
+    drafter = DraftModelDrafter(model, slots=2048, min_score=0.0)
     params = SamplingParams(temperature=temperature, seed=3, max_tokens=40, ignore_eos=True)
     asks = [Ask([1, 2, 3], params), Ask([9] * 20, params)]
     outputs = run(engine(model, [drafter], width=1, depth=4, nodes=4), asks)

@@ -53,6 +53,7 @@ def build_engine(config: EngineConfig, *, progress: bool | None = None) -> Built
         context_length=context,
         batching=config.batching,
         cache=config.cache,
+        seed=config.seed,
     )
     return BuiltEngine(engine, model, missing)
 

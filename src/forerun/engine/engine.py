@@ -43,6 +43,8 @@ class _Answers:
 class Engine:
     """Serves requests on one target model.
 
+    end_tokens: tokens that end an answer; by default the tokenizer's. seed: from which the seeds of requests without
+    one are derived, in the order of their arrival; None = they are random.
     context_limit: greatest number of tokens of prompt and answer together; never more than the KV pool holds.
     """
 
@@ -58,6 +60,7 @@ class Engine:
         context_length: int | None = None,
         batching: BatchingConfig | None = None,
         cache: CacheConfig | None = None,
+        seed: int | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         batching, cache = batching or BatchingConfig(), cache or CacheConfig()
@@ -72,6 +75,7 @@ class Engine:
         self._end_tokens = end_tokens or (tokenizer.end_token_ids if tokenizer else frozenset())
         self._keep_prefix = cache.prefix
         self._token_limit = batching.token_limit
+        self._seed = seed
         self._clock = clock
         self._ids = itertools.count()
         self._chunks: list[TokenChunk] = []
@@ -96,8 +100,10 @@ class Engine:
         Raises InvalidRequestError when the request cannot be served; nothing else is concerned then.
         """
         self._check(prompt, params)
-        seed = random_seed() if params.seed is None else params.seed
         parent = next(self._ids)
+        seed = params.seed
+        if seed is None:
+            seed = random_seed() if self._seed is None else derive_seed(self._seed, parent + 1)
         for index in range(params.n):
             self.scheduler.add(
                 self._request(parent, index, prompt, params, derive_seed(seed, index), speculate, tenant)
@@ -154,7 +160,7 @@ class Engine:
         verdicts = self._verify(parts, logits)
         self._commit(parts, verdicts)
         self._report(parts, verdicts)
-        decoded = [verdict for part, verdict in zip(parts, verdicts, strict=True) if verdict and part.work.count == 1]
+        decoded = [verdict for part, verdict in zip(parts, verdicts, strict=True) if verdict and part.work.decodes]
         self.speculation.controller.observe(
             StepRecord(
                 requests=len(decoded),
@@ -178,7 +184,8 @@ class Engine:
 
     def _draft(self, plan: Sequence[Work]) -> list[StepWork]:
         """Hang a draft tree on every request that decodes, as far as tokens and slots of this step allow."""
-        decoding = [work for work in plan if work.request.decoding]
+        # The first token is the prompt's own: drafts begin after it, so that counts do not depend on how prompts are cut.
+        decoding = [work for work in plan if work.decodes and work.emits]
         free = self._token_limit - sum(work.count for work in plan)
         trees = dict(
             zip(

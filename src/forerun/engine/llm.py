@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from rich.console import Console
 from rich.progress import Progress
 
 from forerun.config import EngineConfig, configure
@@ -69,7 +70,9 @@ class LLM:
         waiting = {entry: at for at, entry in enumerate(ids) if isinstance(entry, int)}
         done: dict[int, RequestOutput] = {}
         try:
-            with Progress(disable=not _wants_bar(len(several), progress), transient=True) as bar:
+            with Progress(
+                console=Console(stderr=True), disable=not _wants_bar(len(several), progress), transient=True
+            ) as bar:
                 task = bar.add_task("answering", total=len(waiting))
                 while waiting:
                     for request_id, output in self._advance(waiting):

@@ -49,7 +49,7 @@ class TokenChunk:
     """What one step added to one answer: maybe several tokens, and the text that became certain with them.
 
     sources: for each token "target", or the name of the drafter that guessed it. logprobs: one entry per token,
-    if asked for.
+    if asked for. finish_reason, stats: of the whole answer, with its last chunk.
     """
 
     request_id: int
@@ -60,6 +60,7 @@ class TokenChunk:
     logprobs: tuple[TokenLogprob, ...] | None = None
     finish_reason: FinishReason | None = None
     error: str | None = None
+    stats: RequestStats | None = None
 
 
 @dataclass(frozen=True)

@@ -126,6 +126,7 @@ class Request:
             None if self.params.logprobs is None else tuple(self.logprobs[start:]),
             self.finish_reason,
             self.error,
+            self.stats if self.finished else None,
         )
 
     def completion(self) -> Completion:

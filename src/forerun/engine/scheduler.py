@@ -24,6 +24,11 @@ class Work:
         """Whether the last known token is among those computed."""
         return self.first + self.count == len(self.request.tokens)
 
+    @property
+    def decodes(self) -> bool:
+        """Whether it is a single token of the answer: if it emits, this is plain decoding, or the root of a draft tree."""
+        return self.count == 1 and self.first >= self.request.prompt_length
+
 
 class Scheduler:
     """Continuous batching in the order of arrival.

@@ -35,9 +35,9 @@ def pad_rows(x: Tensor) -> Tensor:
 
 def linear(x: Tensor, packed: PackedLinear) -> Tensor:
     """x W^T + b, float32 [rows, out], for float32 x [rows, in] with rows a multiple of ROW_TILE."""
-    x = x.to(packed.weight.dtype)
-    tiles = [F.linear(tile, packed.weight) for tile in _tiles(x)]
-    y = (tiles[0] if len(tiles) == 1 else torch.cat(tiles)).float()
+    weight = packed.weight.float()  # products of bfloat16 would come back rounded to bfloat16, logits too
+    tiles = [F.linear(tile, weight) for tile in _tiles(x)]
+    y = tiles[0] if len(tiles) == 1 else torch.cat(tiles)
     return y if packed.bias is None else y + packed.bias
 
 
