@@ -94,7 +94,9 @@ def test_the_choice_depends_on_seed_and_position_and_nothing_else():
     st.integers(0, 10**6),
     st.sampled_from([0.0, 0.01, 1.0, 3.0, 12.0]),
     st.sampled_from([0.05, 0.7, 1.0, 3.0]),
-    st.sampled_from([{}, {"top_p": 0.95}, {"top_p": 0.999}, {"min_p": 0.01}, {"top_k": 3000}, {"top_k": 4000, "top_p": 0.9}]),
+    st.sampled_from(
+        [{}, {"top_p": 0.95}, {"top_p": 0.999}, {"min_p": 0.01}, {"top_k": 3000}, {"top_k": 4000, "top_p": 0.9}]
+    ),
     st.integers(1, 12),
 )
 @settings(max_examples=150, deadline=None)
@@ -260,7 +262,9 @@ def test_the_row_of_logits_is_needed_only_while_something_may_change_the_argmax(
 # Errors
 
 
-@pytest.mark.parametrize("params", [SamplingParams(), SamplingParams(temperature=1.0), SamplingParams(temperature=1.0, top_p=0.5)])
+@pytest.mark.parametrize(
+    "params", [SamplingParams(), SamplingParams(temperature=1.0), SamplingParams(temperature=1.0, top_p=0.5)]
+)
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 def test_nan_and_infinity_are_an_error_and_never_a_token(params, value):
     logits = row()

@@ -30,7 +30,18 @@ BAD = [
     *(("include_stop", value) for value in [1, None]),
 ]
 
-BAD_BIASES = [{1: math.nan}, {1: math.inf}, {1: 100.5}, {1: -101}, {-1: 1}, {"1": 1}, {1.0: 1}, {True: 1}, {1: True}, [1]]
+BAD_BIASES = [
+    {1: math.nan},
+    {1: math.inf},
+    {1: 100.5},
+    {1: -101},
+    {-1: 1},
+    {"1": 1},
+    {1.0: 1},
+    {True: 1},
+    {1: True},
+    [1],
+]
 
 
 @pytest.mark.parametrize(("name", "value"), BAD, ids=lambda x: repr(x))
@@ -87,7 +98,9 @@ def test_what_is_allowed_is_accepted(allowed):
 
 
 def test_values_come_out_in_their_plain_types():
-    params = SamplingParams(temperature=1, top_k=np.int64(3), stop="END", stop_token_ids=[np.int32(4)], logit_bias={np.int64(2): 1})
+    params = SamplingParams(
+        temperature=1, top_k=np.int64(3), stop="END", stop_token_ids=[np.int32(4)], logit_bias={np.int64(2): 1}
+    )
     assert type(params.temperature) is float
     assert type(params.top_k) is int
     assert params.stop == ("END",)

@@ -1,4 +1,4 @@
-"""A target small enough to know everything about: logits are a function of the last token. And drafters to test it with."""
+"""A target of which everything is known: its logits are a function of the last token. And drafters to test it with."""
 
 import random
 from collections.abc import Callable, Sequence
