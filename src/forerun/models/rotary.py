@@ -197,7 +197,9 @@ def _yarn(fields: ConfigFields, context: int) -> Scaling:
     factor = fields.optional_number("factor") or context / trained
     attention = fields.optional_number("attention_factor")
     if attention is None:
-        attention = _yarn_magnitude(factor, fields.value("mscale"), fields.value("mscale_all_dim"))
+        attention = _yarn_magnitude(
+            factor, *(fields.optional_number(n, above=-1.0) for n in ("mscale", "mscale_all_dim"))
+        )
     return YarnScaling(
         factor=factor,
         attention=attention,
