@@ -58,6 +58,8 @@ ONE_VALUE_SO_FAR = {
     "--speculation-acceptance",
     "--speculation-acceptance-threshold",
     "--speculation-device",
+    "--speculation-fallback",
+    "--fallback-strategy",
     "--control-policy",
     "--parallel-tensor",
     "--acceptance-threshold",
