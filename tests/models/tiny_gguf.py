@@ -62,7 +62,9 @@ def stored_tensors(config, tensors):
     return stored | {name: np.stack([by_id[i] for i in sorted(by_id)]) for name, by_id in experts.items()}
 
 
-def write_gguf(path, family="llama", *, quantisation="F32", tokenizer=True, drop=(), metadata=None, seed=0, **overrides):
+def write_gguf(
+    path, family="llama", *, quantisation="F32", tokenizer=True, drop=(), metadata=None, seed=0, **overrides
+):
     """Write a tiny model; returns its config and its tensors (float32, under transformers' names).
 
     quantisation: of matrices, by gguf's name. drop: stored names to leave out. metadata: entries to add or replace.
@@ -144,7 +146,11 @@ def byte_level_tokenizer():
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    text = ["the quick brown fox jumps over the lazy dog", "das Wetter ist schön, 1234 mal 5678", "日本語 😀 😀 naïve café"]
+    text = [
+        "the quick brown fox jumps over the lazy dog",
+        "das Wetter ist schön, 1234 mal 5678",
+        "日本語 😀 😀 naïve café",
+    ]
     inner.train_from_iterator(text, trainer)
     return inner
 

@@ -45,7 +45,7 @@ class Tokenizer:
         self._inner.no_padding()
         added = inner.get_added_tokens_decoder()
         hidden = [index for index, token in added.items() if token.special]
-        self._bytes = TokenBytes(_decoder_settings(inner), inner.id_to_token, hidden)
+        self._bytes = TokenBytes(_decoder_settings(inner), self.token, hidden)
         self.end_token_ids = frozenset(end_token_ids)
         self.bos_token_id = bos_token_id
         self.special_tokens = dict(special_tokens or {})
@@ -107,7 +107,7 @@ class Tokenizer:
 
     def token(self, token_id: int) -> str | None:
         """A token as the vocabulary spells it, or None when there is no such id."""
-        if token_id < 0:
+        if not 0 <= token_id < 2**32:
             return None
         text: str | None = self._inner.id_to_token(token_id)
         return text

@@ -1,0 +1,129 @@
+"""Loading: every kind of name ends in the same running model, and bad settings are told before anything is read."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from forerun.errors import ConfigError, ModelError, ModelNotFoundError, TokenizerError, WeightsError
+from forerun.kernels.reference import ReferenceKernels
+from forerun.models.loader import choose_device, load_model
+from tests.models.test_parity import one_shot, some_tokens
+from tests.models.tiny import save_tiny_model
+from tests.models.tiny_gguf import byte_level_tokenizer, write_gguf
+
+CPU = {"device": "cpu"}
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("FORERUN_CACHE", str(tmp_path / "cache"))
+
+
+def save_model(directory, **options):
+    save_tiny_model(directory, **options)
+    byte_level_tokenizer().save(str(directory / "tokenizer.json"))
+    return str(directory)
+
+
+def load(name, **options):
+    return load_model(name, kernels=ReferenceKernels("cpu"), **{**CPU, **options})
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_gguf_and_the_directory_that_it_was_made_of_are_the_same_model(tmp_path, precision):
+    write_gguf(tmp_path / "m.gguf", seed=3)
+    from_gguf = load(str(tmp_path / "m.gguf"), precision=precision)
+    from_directory = load(save_model(tmp_path / "m", seed=3), precision=precision)
+    assert from_gguf.architecture == from_directory.architecture
+    assert from_gguf.precision == precision
+    tokens = some_tokens(9)
+    assert torch.equal(one_shot(from_gguf.decoder, tokens), one_shot(from_directory.decoder, tokens))
+
+
+def test_sizes_and_names_are_reported(tmp_path):
+    write_gguf(tmp_path / "m.gguf", quantisation="Q8_0")
+    model = load(str(tmp_path / "m.gguf"))
+    assert model.name == str(tmp_path / "m.gguf")
+    assert model.path.is_relative_to(tmp_path / "cache")
+    assert model.file_bytes == (tmp_path / "m.gguf").stat().st_size
+    assert model.weight_bytes > model.file_bytes
+    assert model.precision == "bf16"
+    assert model.device == torch.device("cpu")
+    assert model.tokenizer.end_token_ids == {1, 2}
+
+
+def test_the_context_is_what_was_asked_for(tmp_path):
+    name = save_model(tmp_path / "m")
+    assert load(name).decoder.context_limit == 256
+    assert load(name, context_length=64).decoder.context_limit == 64
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"precision": "fp64"}, "auto, fp32, bf16"),
+        ({"device": "abacus"}, "auto, cpu, cuda"),
+        ({"device": "mps"}, "auto, cpu, cuda"),
+        ({"device": "cuda:99"}, "CUDA devices"),
+        ({"context_length": 0}, "at least 1"),
+    ],
+)
+def test_settings_that_cannot_be_had_are_told_before_anything_is_read(options, told):
+    with pytest.raises(ConfigError, match=told):
+        load("no-such-model", **options)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_asking_for_a_gpu_that_is_not_there_is_an_error():
+    with pytest.raises(ConfigError, match="offers 0 CUDA devices"):
+        choose_device("cuda")
+    assert choose_device("auto") == torch.device("cpu")
+
+
+def test_what_is_missing_is_named(tmp_path):
+    with pytest.raises(ModelNotFoundError, match="no-such-model"):
+        load("no-such-model")
+    save_tiny_model(tmp_path / "m")
+    with pytest.raises(TokenizerError, match=r"m has no tokenizer\.json"):
+        load(str(tmp_path / "m"))
+    save_model(tmp_path / "n")
+    (tmp_path / "n" / "model.safetensors").unlink()
+    with pytest.raises(WeightsError, match="n holds no weights"):
+        load(str(tmp_path / "n"))
+
+
+@pytest.mark.parametrize("content", ["{", "[]", "{}"])
+def test_a_broken_config_is_named(tmp_path, content):
+    name = save_model(tmp_path / "m")
+    (tmp_path / "m" / "config.json").write_text(content)
+    with pytest.raises(ModelError, match=r"config\.json"):
+        load(name)
+
+
+def test_a_tokenizer_of_another_model_is_refused(tmp_path):
+    with pytest.raises(ModelError, match="belongs to another model"):
+        load(save_model(tmp_path / "m", vocab_size=200))
+
+
+def test_a_warm_start_imports_nothing_that_it_does_not_need(tmp_path):
+    write_gguf(tmp_path / "m.gguf")
+    load(str(tmp_path / "m.gguf"))
+    code = (
+        "import sys; from forerun.models.loader import load_model;"
+        "from forerun.kernels.reference import ReferenceKernels;"
+        f"load_model({str(tmp_path / 'm.gguf')!r}, device='cpu', kernels=ReferenceKernels('cpu'));"
+        "print(sorted({'gguf', 'transformers', 'huggingface_hub', 'rich'} & sys.modules.keys()))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+    assert done.stderr == ""
+
+
+def test_no_progress_bar_where_nobody_watches(tmp_path, capfd):
+    write_gguf(tmp_path / "m.gguf")
+    load(str(tmp_path / "m.gguf"))
+    assert capfd.readouterr().err == ""
+    load(str(tmp_path / "m.gguf"), precision="fp32", progress=True)
+    assert "Converting m.gguf" in capfd.readouterr().err
