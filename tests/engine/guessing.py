@@ -1,10 +1,9 @@
-"""Guesses for engine tests: what plain decoding answers, guesses that are right up to a chosen token, trees by shape."""
+"""Guesses for engine tests: what plain decoding answers, chains that are right up to a chosen token, trees by shape."""
 
 from collections.abc import Sequence
 
-from tests.drafting.scripted import Scripted, chain
-
 from forerun.drafting.tree import DraftTree
+from tests.drafting.scripted import Scripted, chain
 from tests.engine.harness import VOCABULARY, plain
 
 
@@ -33,7 +32,7 @@ def wrong(token):
 
 
 class Guess(Scripted):
-    """Proposes what a function of (context, limit) returns: a tree, or tokens for a chain. Keeps the contexts it saw."""
+    """Proposes what a function of (context, limit) returns: a tree, or the tokens of a chain. Keeps what it saw."""
 
     def __init__(self, guess, name="guess"):
         super().__init__(name)

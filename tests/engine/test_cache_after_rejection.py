@@ -3,18 +3,18 @@
 import numpy as np
 import pytest
 import torch
-from tests.drafting.scripted import Anti, Empty, Oracle
 
 from forerun.drafting.draft_model import DraftModelDrafter
 from forerun.kernels.batch import AttentionPath, TokenBatch
 from forerun.verification.sampling import SamplingParams
+from tests.drafting.scripted import Anti, Empty, Oracle
 from tests.engine.guessing import Guess, PartlyRight, coming, tree, truth_of, wrong
 from tests.engine.harness import KERNELS, VOCABULARY, Ask, decoder, engine, plain, run, same
 from tests.models.tiny import tiny_decoder
 
 
 def rebuilt(model, tokens):
-    """Keys and values of `tokens`, computed in one pass into a fresh store: each [layers, tokens, kv_heads, head_dim]."""
+    """Keys and values of `tokens`, computed in one pass into a fresh store: [layers, tokens, kv_heads, head_dim]."""
     count = len(tokens)
     store, all_rows = model.new_store(count), np.arange(count)
     path = AttentionPath(all_rows, all_rows, 0, count)

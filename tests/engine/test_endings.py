@@ -1,9 +1,9 @@
 """An answer ends where plain decoding ends it: end tokens, stop tokens, stop strings and limits inside a draft."""
 
 import pytest
-from tests.drafting.scripted import Oracle
 
 from forerun.verification.sampling import SamplingParams
+from tests.drafting.scripted import Oracle
 from tests.engine.guessing import Guess, coming, truth_of
 from tests.engine.harness import Ask, engine, finish, plain, run, same
 from tests.engine.words import tokenizer
@@ -57,7 +57,9 @@ def test_an_end_token_ends_the_answer_at_every_index_of_an_accepted_block(answer
 
 def test_an_end_token_shows_no_text_and_a_stop_token_only_if_it_is_asked_for(answer):
     output, truth = answer
-    at = next(at for at in first_seen(output.token_ids) if at > 2 and tokenizer().decode([output.token_ids[at]]).strip())
+    at = next(
+        at for at in first_seen(output.token_ids) if at > 2 and tokenizer().decode([output.token_ids[at]]).strip()
+    )
     stop = output.token_ids[at]
     before, through = (tokenizer().decode(output.token_ids[:length]) for length in (at, at + 1))
     assert agrees(LONG, truth, end_tokens=frozenset({stop})).text == before

@@ -3,11 +3,11 @@
 import math
 
 import pytest
-from tests.drafting.scripted import Anti, Oracle
 
 from forerun.drafting.draft_model import DraftModelDrafter
 from forerun.drafting.suffix import SuffixDrafter
 from forerun.verification.sampling import SamplingParams
+from tests.drafting.scripted import Anti, Oracle
 from tests.engine.guessing import truth_of
 from tests.engine.harness import VOCABULARY, Ask, decoder, engine, run, same
 

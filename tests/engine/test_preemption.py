@@ -3,11 +3,11 @@
 import random
 
 import pytest
-from tests.drafting.scripted import Oracle, Ragged
 
 from forerun.drafting.draft_model import DraftModelDrafter
 from forerun.drafting.suffix import SuffixDrafter
 from forerun.verification.sampling import SamplingParams
+from tests.drafting.scripted import Oracle, Ragged
 from tests.engine.guessing import Guess, PartlyRight, coming, truth_of
 from tests.engine.harness import VOCABULARY, Ask, decoder, engine, finish, run, same
 

@@ -1,10 +1,10 @@
 """What is found of earlier prompts: committed tokens only, as many as without drafts, and never another answer."""
 
 import pytest
-from tests.drafting.scripted import Anti, Oracle
 
 from forerun.drafting.suffix import SuffixDrafter
 from forerun.verification.sampling import SamplingParams
+from tests.drafting.scripted import Anti, Oracle
 from tests.engine.guessing import Guess, PartlyRight, coming, truth_of
 from tests.engine.harness import VOCABULARY, Ask, decoder, engine, plain, run, same
 

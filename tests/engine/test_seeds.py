@@ -32,7 +32,7 @@ def test_answers_without_a_seed_differ_and_each_is_repeatable_only_by_chance():
 def test_sixteen_seeds_at_a_low_temperature_copy_a_phrase_as_they_do_alone():
     """The bias holds the answer to three tokens of the prompt, so that the suffix drafter is right again and again."""
     phrase = [7, 30, 9] * 6
-    bias = {token: 30.0 for token in (7, 30, 9)}
+    bias = dict.fromkeys((7, 30, 9), 30.0)
     asks = [Ask(phrase, sampled(seed, temperature=0.1, logit_bias=bias)) for seed in range(16)]
     outputs = run(engine(drafters=[SuffixDrafter(min_score=0.0)], max_batch=16), asks)
     for ask, output in zip(asks, outputs, strict=True):

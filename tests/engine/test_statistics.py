@@ -3,7 +3,6 @@
 from dataclasses import dataclass, field
 
 import pytest
-from tests.drafting.scripted import Anti, Empty, Malicious, Oracle, Ragged
 
 from forerun.control.fixed import FixedController
 from forerun.drafting.base import DraftLimit
@@ -11,6 +10,7 @@ from forerun.drafting.draft_model import DraftModelDrafter
 from forerun.drafting.suffix import SuffixDrafter
 from forerun.engine.outputs import RequestStats
 from forerun.verification.sampling import SamplingParams
+from tests.drafting.scripted import Anti, Empty, Malicious, Oracle, Ragged
 from tests.engine.guessing import Guess, PartlyRight, coming, tree, truth_of
 from tests.engine.harness import VOCABULARY, Ask, decoder, engine, plain, run, same
 
@@ -137,7 +137,7 @@ class Recorder:
     """A fixed policy that keeps what it is told."""
 
     steps: list = field(default_factory=list)
-    policy: FixedController = FixedController(DraftLimit(3, 4, 6), 16)
+    policy: FixedController = field(default_factory=lambda: FixedController(DraftLimit(3, 4, 6), 16))
 
     def limit(self, requests):
         return self.policy.limit(requests)

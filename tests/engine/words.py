@@ -1,4 +1,4 @@
-"""A tokenizer for the tiny models, and a tiny model saved with it: for tests of text, stop strings and the LLM front."""
+"""A tokenizer for the tiny models, and a tiny model saved with it: for tests of text, stops and the LLM front."""
 
 import json
 from functools import cache

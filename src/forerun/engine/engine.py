@@ -2,6 +2,7 @@
 
 import itertools
 import logging
+import operator
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -24,9 +25,10 @@ from forerun.errors import InvalidRequestError
 from forerun.models.decoder import Decoder
 from forerun.models.tokenizer import Tokenizer
 from forerun.verification.choice import SamplingState
+from forerun.verification.logprobs import token_logprob
 from forerun.verification.noise import derive_seed, random_seed
 from forerun.verification.sampling import SamplingParams
-from forerun.verification.walk import LogitRows, Verdict, verify
+from forerun.verification.walk import TARGET, LogitRows, Verdict, verify
 
 logger = logging.getLogger(__name__)
 
@@ -99,6 +101,7 @@ class Engine:
 
         Raises InvalidRequestError when the request cannot be served; nothing else is concerned then.
         """
+        prompt = _token_ids(prompt)
         self._check(prompt, params)
         parent = next(self._ids)
         seed = params.seed
@@ -184,7 +187,7 @@ class Engine:
 
     def _draft(self, plan: Sequence[Work]) -> list[StepWork]:
         """Hang a draft tree on every request that decodes, as far as tokens and slots of this step allow."""
-        # The first token is the prompt's own: drafts begin after it, so that counts do not depend on how prompts are cut.
+        # The first token is the prompt's own. Drafts begin after it, whatever the chunks.
         decoding = [work for work in plan if work.decodes and work.emits]
         free = self._token_limit - sum(work.count for work in plan)
         trees = dict(
@@ -208,10 +211,12 @@ class Engine:
             request, end = part.work.request, start + part.logit_rows
             verdict = None
             if part.work.emits:
+                rows = LogitRows(logits[start:end])
                 try:
-                    verdict = verify(part.tree, LogitRows(logits[start:end]), request.state, stop=request.take)
+                    verdict = verify(part.tree, rows, request.state, stop=request.take)
                 except Exception as error:
                     logger.warning("request %d ends with an error: %s", request.request_id, error)
+                    _record_broken_walk(request, part.tree, rows)
                     self._end(request, "error", str(error))
             verdicts.append(verdict)
             start = end
@@ -312,3 +317,23 @@ class Engine:
         if params.stop and self.tokenizer is None:
             raise InvalidRequestError("stop strings need a tokenizer, and this engine has none; use stop_token_ids")
         params.check_vocabulary(self.decoder.vocab_size)
+
+
+def _token_ids(prompt: Sequence[int]) -> list[int]:
+    """The prompt as plain ints. Raises InvalidRequestError when it holds anything but whole numbers."""
+    if strangers := [token for token in prompt if not hasattr(token, "__index__")]:
+        raise InvalidRequestError(
+            f"the prompt holds {strangers[0]!r}, a {type(strangers[0]).__name__}; allowed: token ids, which are whole "
+            "numbers; turn text into ids with the tokenizer"
+        )
+    return [operator.index(token) for token in prompt]
+
+
+def _record_broken_walk(request: Request, tree: DraftTree, rows: LogitRows) -> None:
+    """Record what a walk emitted before it broke off: accepted drafts, which plain decoding would have emitted too."""
+    children = {place: node for node, place in enumerate(zip(tree.parents, tree.tokens, strict=True))}
+    node, count = -1, request.params.logprobs
+    for token in request.answer[len(request.sources) :]:
+        logprobs = None if count is None else [token_logprob(rows.row(node + 1), token, count)]
+        node = children.get((node, token), -1)
+        request.record([tree.source[node] if node >= 0 else TARGET], logprobs)

@@ -26,7 +26,7 @@ class Work:
 
     @property
     def decodes(self) -> bool:
-        """Whether it is a single token of the answer: if it emits, this is plain decoding, or the root of a draft tree."""
+        """Whether it is one token of the answer. If it emits, it decodes plainly or is the root of a draft tree."""
         return self.count == 1 and self.first >= self.request.prompt_length
 
 

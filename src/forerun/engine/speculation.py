@@ -39,13 +39,7 @@ class Speculation:
         contexts = [requests[at].draft_context() for at in asking]
         proposals = [proposal for drafter in list(self.drafters) if (proposal := self._ask(drafter, contexts, limit))]
         for at, context, *guesses in zip(asking, contexts, *proposals, strict=True):
-            trees[at] = merge_trees(
-                guesses,
-                nodes=limit.nodes,
-                width=limit.width,
-                depth=min(limit.depth, context.room),
-                vocab_size=self._vocab_size,
-            )
+            trees[at] = self._merge(guesses, context, limit)
         return self.controller.plan(trees, free_rows)
 
     def observe(self, request: Request, verdict: Verdict) -> None:
@@ -67,11 +61,19 @@ class Speculation:
             self._guard(drafter, drafter.clear_history)
 
     def _ask(self, drafter: Drafter, contexts: Sequence[DraftContext], limit: DraftLimit) -> list[DraftTree] | None:
-        trees = self._guard(drafter, partial(drafter.propose, contexts, limit))
-        if trees is not None and len(trees) != len(contexts):
-            self._disable(drafter, f"it returned {len(trees)} trees for {len(contexts)} requests")
-            return None
-        return trees
+        """A drafter's trees within the limits; None when it failed, or when what it returned are no such trees."""
+
+        def ask() -> list[DraftTree]:
+            trees = drafter.propose(contexts, limit)
+            if len(trees) != len(contexts):
+                raise ValueError(f"it returned {len(trees)} trees for {len(contexts)} requests")
+            return [self._merge([tree], context, limit) for tree, context in zip(trees, contexts, strict=True)]
+
+        return self._guard(drafter, ask)
+
+    def _merge(self, trees: Sequence[DraftTree], context: DraftContext, limit: DraftLimit) -> DraftTree:
+        depth = min(limit.depth, context.room)
+        return merge_trees(trees, nodes=limit.nodes, width=limit.width, depth=depth, vocab_size=self._vocab_size)
 
     def _guard(self, drafter: Drafter, call: Callable[[], T]) -> T | None:
         try:
