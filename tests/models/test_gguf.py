@@ -4,6 +4,7 @@ import json
 import multiprocessing
 import os
 import tempfile
+from contextlib import suppress
 from dataclasses import replace
 from functools import cache
 from itertools import pairwise
@@ -237,6 +238,26 @@ def test_a_truncated_file_is_a_weights_error_that_names_it(tmp_path_factory, kep
     cut.write_bytes(data[: min(kept, len(data) - 33)])
     with pytest.raises(WeightsError, match=r"cut\.gguf"):
         read_gguf([cut])
+
+
+@given(st.integers(0, 2**32), st.integers(1, 4))
+@settings(max_examples=60, deadline=None)
+def test_a_damaged_header_is_a_clear_error_or_harmless(tmp_path_factory, seed, count):
+    directory, data = tmp_path_factory.mktemp("bad"), bytearray(_whole_file())
+    generator = np.random.default_rng(seed)
+    for _ in range(count):  # mostly in the settings, before the tokenizer's long lists
+        last = _whole_file().index(b"tokenizer.ggml.tokens") + 300 if generator.random() < 0.7 else 24_000
+        data[generator.integers(4, last)] = generator.choice([0, 1, 255, generator.integers(256)])
+    (directory / "bad.gguf").write_bytes(data)
+    with suppress(ModelError):
+        converted([directory / "bad.gguf"], "bf16")
+
+
+@cache
+def _whole_file():
+    path = Path(tempfile.mkdtemp()) / "whole.gguf"
+    write_gguf(path)
+    return path.read_bytes()
 
 
 def test_truncated_tensor_data_names_tensor_and_sizes(tmp_path):

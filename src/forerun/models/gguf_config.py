@@ -14,6 +14,7 @@ from forerun.models.gguf_file import GgufFile
 
 # Llama 3's frequency bands; GGUF keeps only the resulting factor per frequency (rope_freqs.weight).
 _LLAMA3_BANDS = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+_MOST_EXPERTS = 4096
 
 
 @dataclass(frozen=True)
@@ -123,7 +124,7 @@ def config_from_gguf(source: GgufFile) -> dict[str, Any]:
         "architectures": [family.class_name],
         "vocab_size": embedding.shape[0],
         "hidden_size": hidden,
-        "num_hidden_layers": settings.number("block_count"),
+        "num_hidden_layers": _layers(settings),
         "num_attention_heads": heads,
         "num_key_value_heads": settings.number("attention.head_count_kv", heads),
         "head_dim": settings.get("attention.key_length") or hidden // heads,
@@ -138,6 +139,13 @@ def config_from_gguf(source: GgufFile) -> dict[str, Any]:
     }
     config |= _special_ids(source) | _attention(settings, family, config) | _experts(settings, family)
     return config
+
+
+def _layers(settings: Settings) -> int:
+    layers, tensors = settings.number("block_count"), len(settings.source.tensors)
+    if layers > tensors:
+        raise WeightsError(f"{settings.source.path} is corrupt: {layers} layers, but only {tensors} tensors")
+    return layers
 
 
 def _decimal(stored: float) -> float:
@@ -176,18 +184,15 @@ def _attention(settings: Settings, family: GgufFamily, config: dict[str, Any]) -
 
 
 def _experts(settings: Settings, family: GgufFamily) -> dict[str, Any]:
+    if family.model_type not in ("mixtral", "qwen3_moe"):
+        return {}
+    count = settings.number("expert_count")
+    if count > _MOST_EXPERTS:
+        raise WeightsError(f"{settings.source.path} is corrupt: {count} experts (at most {_MOST_EXPERTS} make sense)")
+    found = {"num_experts_per_tok": settings.number("expert_used_count")}
     if family.model_type == "mixtral":
-        return {
-            "num_local_experts": settings.number("expert_count"),
-            "num_experts_per_tok": settings.number("expert_used_count"),
-        }
-    if family.model_type == "qwen3_moe":
-        return {
-            "num_experts": settings.number("expert_count"),
-            "num_experts_per_tok": settings.number("expert_used_count"),
-            "moe_intermediate_size": settings.number("expert_feed_forward_length"),
-        }
-    return {}
+        return {"num_local_experts": count, **found}
+    return {"num_experts": count, "moe_intermediate_size": settings.number("expert_feed_forward_length"), **found}
 
 
 def _rope_scaling(settings: Settings) -> dict[str, Any] | None:

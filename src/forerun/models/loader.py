@@ -133,6 +133,6 @@ def _read_config(directory: Path) -> dict[str, object]:
 def _check_vocabulary(directory: Path, architecture: Architecture, tokenizer: Tokenizer) -> None:
     if tokenizer.highest_id >= architecture.vocab_size:
         raise ModelError(
-            f"{directory}: the tokenizer has ids up to {tokenizer.highest_id}, but the model only has {architecture.vocab_size} "
-            "embeddings; tokenizer.json belongs to another model"
+            f"{directory}: the tokenizer has ids up to {tokenizer.highest_id}, but the model has embeddings for "
+            f"{architecture.vocab_size} ids only; tokenizer.json belongs to another model"
         )
