@@ -18,9 +18,8 @@ FILTERS = [
     {"top_p": 0.75},
     {"min_p": 0.2},
     {"top_k": 5, "top_p": 0.9, "min_p": 0.1},
-    {"logit_bias": {3: -1.0, 5: 2.5}},
-    {"repetition_penalty": 1.5},
 ]
+PROCESSORS = [{"logit_bias": {3: -1.0, 5: 2.5}}, {"repetition_penalty": 1.5}]
 
 
 def exact(logits: np.ndarray, params: SamplingParams, seen=()) -> np.ndarray:
@@ -55,8 +54,11 @@ def assert_follows(counts: np.ndarray, p: np.ndarray) -> None:
         assert stats.chisquare(counts[filled], expected[filled]).pvalue > 1e-4
 
 
-@pytest.mark.parametrize("filters", FILTERS, ids=repr)
-@pytest.mark.parametrize("temperature", [0.3, 1.0, 1.7])
+@pytest.mark.parametrize(
+    ("temperature", "filters"),
+    [*product([0.3, 1.0, 1.7], FILTERS), *((1.0, processors) for processors in PROCESSORS)],
+    ids=repr,
+)
 def test_choices_follow_the_filtered_distribution_over_seeds(temperature, filters):
     params = SamplingParams(temperature=temperature, **filters)
     counts = np.zeros(len(LOGITS))
@@ -87,7 +89,7 @@ def draft_for(kind: str, table: np.ndarray, params: SamplingParams, seed: int):
 
 @pytest.mark.parametrize(
     ("kind", "filters"),
-    [("random", {}), ("always 0", {}), *(("same noise", filters) for filters in FILTERS[:5])],
+    [("random", {}), ("same noise", {}), ("same noise", FILTERS[-1]), *(("always 0", filters) for filters in FILTERS)],
     ids=repr,
 )
 def test_verified_tokens_follow_the_filtered_distribution(kind, filters):
@@ -111,7 +113,7 @@ def test_three_tokens_of_a_markov_model_follow_their_joint_law_with_a_draft(temp
     counts, p = np.zeros((vocab,) * 3), np.zeros((vocab,) * 3)
     for a, b, c in product(range(vocab), repeat=3):
         p[a, b, c] = chances[0][a] * chances[a][b] * chances[b][c]
-    for seed in range(DRAWS // 4):  # independent answers, each with trees of two levels
+    for seed in range(DRAWS // 8):  # independent answers, each with trees of two levels
         drafter = same_noise(draft, params, seed, depth=2, width=1)
         counts[tuple(decode(table, params, 3, seed=seed, drafter=drafter).tokens)] += 1
     assert_follows(counts.ravel(), p.ravel())

@@ -19,6 +19,7 @@ _MASK = 2**64 - 1
 _GOLDEN = 0x9E3779B97F4A7C15
 _FACTORS = 0x7FB5D329728EA185, 0x81DADEF4BC2DD44D
 _SHIFTS = 31, 27, 33
+_ROUNDS = tuple((np.uint64(shift), np.uint64(factor)) for shift, factor in zip(_SHIFTS[:2], _FACTORS, strict=True))
 _LANES = 16
 _CHUNK = 16384
 
@@ -44,7 +45,8 @@ def gumbel(seed: int, position: int, ids: Ids) -> NDArray[np.float64]:
     # Vector instructions may round log differently from the scalar code that handles an array's end, so no element may
     # stand at an end: the work array is filled up to whole vectors.
     bits = np.zeros(-(-size // _LANES) * _LANES, dtype=np.uint64)
-    np.multiply(ids, np.uint64(_GOLDEN), out=bits[:size], dtype=np.uint64, casting="unsafe")
+    bits[:size] = ids
+    bits *= np.uint64(_GOLDEN)
     bits += _key(seed, position)
     _stir(bits, np.empty_like(bits))
     bits ^= bits >> np.uint64(_SHIFTS[2])
@@ -97,7 +99,7 @@ def _steps(vocab_size: int) -> NDArray[np.uint64]:
 
 def _stir(bits: NDArray[np.uint64], scratch: NDArray[np.uint64]) -> None:
     """Mix01 in place, but for its last shift."""
-    for shift, factor in zip(_SHIFTS[:2], _FACTORS, strict=True):
-        np.right_shift(bits, np.uint64(shift), out=scratch)
+    for shift, factor in _ROUNDS:
+        np.right_shift(bits, shift, out=scratch)
         bits ^= scratch
-        bits *= np.uint64(factor)
+        bits *= factor
