@@ -2,10 +2,10 @@
 
 import itertools
 import logging
-import operator
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from numbers import Integral
 
 import torch
 from torch import Tensor
@@ -321,12 +321,12 @@ class Engine:
 
 def _token_ids(prompt: Sequence[int]) -> list[int]:
     """The prompt as plain ints. Raises InvalidRequestError when it holds anything but whole numbers."""
-    if strangers := [token for token in prompt if not hasattr(token, "__index__")]:
+    if strangers := [token for token in prompt if not isinstance(token, Integral)]:
         raise InvalidRequestError(
             f"the prompt holds {strangers[0]!r}, a {type(strangers[0]).__name__}; allowed: token ids, which are whole "
             "numbers; turn text into ids with the tokenizer"
         )
-    return [operator.index(token) for token in prompt]
+    return [int(token) for token in prompt]
 
 
 def _record_broken_walk(request: Request, tree: DraftTree, rows: LogitRows) -> None:

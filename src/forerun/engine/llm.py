@@ -4,6 +4,7 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from numbers import Integral
 from typing import Any
 
 from rich.console import Console
@@ -45,6 +46,7 @@ class LLM:
     @property
     def tokenizer(self) -> Tokenizer:
         """The target's tokenizer."""
+        self._check_open()
         return self.model.tokenizer
 
     def generate(
@@ -63,24 +65,28 @@ class LLM:
         """
         several = _several(prompts)
         each = _one_each(params, len(several))
-        with self._lock:
-            self._check_open()
-            ids = [self._add(prompt, own, speculation) for prompt, own in zip(several, each, strict=True)]
-        refused = {at: entry for at, entry in enumerate(ids) if isinstance(entry, RequestOutput)}
-        waiting = {entry: at for at, entry in enumerate(ids) if isinstance(entry, int)}
-        done: dict[int, RequestOutput] = {}
+        waiting: dict[int, int] = {}  # place of each request's prompt
+        outputs: dict[int, RequestOutput] = {}
         try:
+            with self._lock:
+                self._check_open()
+                for at, (prompt, own) in enumerate(zip(several, each, strict=True)):
+                    added = self._add(prompt, own, speculation)
+                    if isinstance(added, int):
+                        waiting[added] = at
+                    else:
+                        outputs[at] = added
             with Progress(
                 console=Console(stderr=True), disable=not _wants_bar(len(several), progress), transient=True
             ) as bar:
                 task = bar.add_task("answering", total=len(waiting))
                 while waiting:
                     for request_id, output in self._advance(waiting):
-                        done[waiting.pop(request_id)] = output
+                        outputs[waiting.pop(request_id)] = output
                         bar.advance(task)
         finally:
             self._drop(waiting)
-        return [refused[at] if at in refused else done[at] for at in range(len(several))]
+        return [outputs[at] for at in range(len(several))]
 
     def chat(
         self,
@@ -92,7 +98,7 @@ class LLM:
     ) -> list[RequestOutput]:
         """Answer one conversation or several, through the model's chat template.
 
-        Raises InvalidRequestError for malformed messages, TokenizerError when the model has no chat template.
+        Raises InvalidRequestError for malformed messages, and when the model has no chat template.
         """
         conversations = [messages] if messages and isinstance(messages[0], Mapping) else messages
         prompts = [self.chat_prompt(conversation) for conversation in conversations]  # type: ignore[arg-type]
@@ -127,13 +133,15 @@ class LLM:
     def clear_history(self) -> None:
         """Forget what earlier requests left behind: drafting history and the prefix cache."""
         with self._lock:
+            self._check_open()
             self.engine.clear_history()
 
     def close(self) -> None:
-        """Free the models and the cache; the object cannot be used afterwards."""
+        """Free the models and the cache; the object cannot be used afterwards. Closing again does nothing."""
         with self._lock:
-            self._closed = True
-            del self.engine
+            if not self._closed:
+                self._closed = True
+                del self.engine, self.model
 
     def __enter__(self) -> "LLM":
         return self
@@ -142,7 +150,13 @@ class LLM:
         self.close()
 
     def _encode(self, prompt: Prompt) -> list[int]:
-        return self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        if isinstance(prompt, str):
+            return self.tokenizer.encode(prompt)
+        if not isinstance(prompt, Iterable):
+            raise InvalidRequestError(
+                f"the prompt is a {type(prompt).__name__}; allowed: a text, or a list of token ids"
+            )
+        return list(prompt)
 
     def _add(self, prompt: Prompt, params: SamplingParams, speculation: bool) -> int | RequestOutput:
         tokens: list[int] = []
@@ -179,7 +193,7 @@ class LLM:
 
 def _several(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """A list of prompts; a text and a list of token ids are one prompt."""
-    if isinstance(prompts, str) or (len(prompts) and isinstance(prompts[0], int)):
+    if isinstance(prompts, str) or (len(prompts) and isinstance(prompts[0], Integral)):
         return [prompts]  # type: ignore[list-item]
     return list(prompts)  # type: ignore[arg-type]
 
