@@ -17,30 +17,6 @@ constexpr long PADDED_HEAD = MAX_HEAD_DIM;  // a multiple of PANEL
 constexpr long ATTENTION_SCRATCH =
     2 * MAX_QUERIES * PADDED_HEAD + 2 * KEY_BLOCK * PADDED_HEAD + MAX_QUERIES * (KEY_BLOCK + 2) + 64;
 
-FORERUN_INLINE void transpose_8x8(const __m256 (&in)[8], float* out, long stride) {
-    __m256 a[8], b[8];
-    for (int i = 0; i < 4; ++i) {
-        a[2 * i] = _mm256_unpacklo_ps(in[2 * i], in[2 * i + 1]);
-        a[2 * i + 1] = _mm256_unpackhi_ps(in[2 * i], in[2 * i + 1]);
-    }
-    for (int i = 0; i < 2; ++i) {
-        b[4 * i] = _mm256_shuffle_ps(a[4 * i], a[4 * i + 2], 0x44);
-        b[4 * i + 1] = _mm256_shuffle_ps(a[4 * i], a[4 * i + 2], 0xee);
-        b[4 * i + 2] = _mm256_shuffle_ps(a[4 * i + 1], a[4 * i + 3], 0x44);
-        b[4 * i + 3] = _mm256_shuffle_ps(a[4 * i + 1], a[4 * i + 3], 0xee);
-    }
-    for (int i = 0; i < 4; ++i) {
-        _mm256_storeu_ps(out + i * stride, _mm256_permute2f128_ps(b[i], b[i + 4], 0x20));
-        _mm256_storeu_ps(out + (i + 4) * stride, _mm256_permute2f128_ps(b[i], b[i + 4], 0x31));
-    }
-}
-
-FORERUN_INLINE __m256 load_eight(const float* at) { return _mm256_loadu_ps(at); }
-FORERUN_INLINE __m256 load_eight(const uint16_t* at) {
-    __m128i half = _mm_loadu_si128((const __m128i*)at);
-    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(half), 16));
-}
-
 // The heads of one block's positions; null where the path has no position.
 template <typename T>
 struct Block {

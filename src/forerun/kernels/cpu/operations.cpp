@@ -9,22 +9,32 @@ namespace {
 
 using namespace forerun;
 
+FORERUN_INLINE __m256 words(const float* at, const float*) { return at ? _mm256_loadu_ps(at) : _mm256_setzero_ps(); }
+
+FORERUN_INLINE __m256 words(const uint16_t* low, const uint16_t* high) {
+    __m128i a = low ? _mm_loadu_si128((const __m128i*)low) : _mm_setzero_si128();
+    __m128i b = high ? _mm_loadu_si128((const __m128i*)high) : _mm_setzero_si128();
+    return _mm256_castsi256_ps(_mm256_set_m128i(_mm_unpackhi_epi16(a, b), _mm_unpacklo_epi16(a, b)));
+}
+
+// A panel [k][PANEL] of the columns `first` and following, which are rows of the weight; zeros past the n-th. Eight steps
+// of k at a time, as squares of eight by eight words: a word is a float, or the bf16 pair that load_pair() parts again.
 template <typename T>
 void pack_panel(const T* weight, long n, long k_count, long first, T* panel) {
-    // Eight steps of k at a time: the rows of the weight are read in runs, the panel is written in order.
-    for (long k = 0; k < k_count; k += 8) {
-        long steps = k_count - k < 8 ? k_count - k : 8;
-        for (long c = 0; c < PANEL; ++c) {
-            long place = sizeof(T) == 2 ? c % LANES * 2 + c / LANES : c;
-            T* at = panel + k * PANEL + place;
-            if (first + c < n) {
-                const T* row = weight + (first + c) * k_count + k;
-                for (long i = 0; i < steps; ++i) at[i * PANEL] = row[i];
-            } else {
-                for (long i = 0; i < steps; ++i) at[i * PANEL] = 0;
-            }
+    constexpr long WORDS = PANEL * sizeof(T) / 4;
+    auto row = [&](long column, long k) { return first + column < n ? weight + (first + column) * k_count + k : nullptr; };
+    long k = 0;
+    for (; k + 8 <= k_count; k += 8)
+        for (long word = 0; word < WORDS; word += 8) {
+            __m256 eight[8];
+            for (long i = 0; i < 8; ++i) eight[i] = words(row(word + i, k), row(word + i + LANES, k));
+            transpose_8x8(eight, (float*)(panel + k * PANEL) + word, WORDS);
         }
-    }
+    for (; k < k_count; ++k)
+        for (long c = 0; c < PANEL; ++c) {
+            const T* at = row(c, k);
+            panel[k * PANEL + (sizeof(T) == 2 ? c % LANES * 2 + c / LANES : c)] = at ? *at : 0;
+        }
 }
 
 void pack(const void* weight, bool bf16, long n, long k, long panel, void* packed) {
@@ -71,7 +81,9 @@ void linear_chunk(const Linear& job, long chunk) {
     long panels = (job.n + PANEL - 1) / PANEL;
     long first = chunk * CHUNK_PANELS, last = first + CHUNK_PANELS < panels ? first + CHUNK_PANELS : panels;
     const T* ahead = (const T*)job.packed + last * PANEL * job.k;
-    if (CHUNK_PANELS == 2 && last - first == 2 && job.rows <= BLOCK_ROWS / 2)
+    // Two panels together, while the registers last (with three bf16 rows on AVX2 they do not: 2x slower).
+    constexpr long PAIRED_ROWS = LANES == 8 && sizeof(T) == 2 ? 2 : BLOCK_ROWS / 2;
+    if (CHUNK_PANELS == 2 && last - first == 2 && job.rows <= PAIRED_ROWS)
         return linear_panels<CHUNK_PANELS, T>(job, first, 0, job.rows, ahead, 0, 1);
     for (long start = 0; start < job.rows; start += NEAR_ROWS) {
         long rows = job.rows - start < NEAR_ROWS ? job.rows - start : NEAR_ROWS;

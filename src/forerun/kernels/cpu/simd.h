@@ -95,6 +95,31 @@ FORERUN_INLINE void store_part(T* at, vfloat v, long count) {
     memcpy(at, buffer, count * sizeof(T));
 }
 
+// Rows of eight to columns of eight: out[i * stride + j] = in[j][i]. And what fills the rows.
+FORERUN_INLINE void transpose_8x8(const __m256 (&in)[8], float* out, long stride) {
+    __m256 a[8], b[8];
+    for (int i = 0; i < 4; ++i) {
+        a[2 * i] = _mm256_unpacklo_ps(in[2 * i], in[2 * i + 1]);
+        a[2 * i + 1] = _mm256_unpackhi_ps(in[2 * i], in[2 * i + 1]);
+    }
+    for (int i = 0; i < 2; ++i) {
+        b[4 * i] = _mm256_shuffle_ps(a[4 * i], a[4 * i + 2], 0x44);
+        b[4 * i + 1] = _mm256_shuffle_ps(a[4 * i], a[4 * i + 2], 0xee);
+        b[4 * i + 2] = _mm256_shuffle_ps(a[4 * i + 1], a[4 * i + 3], 0x44);
+        b[4 * i + 3] = _mm256_shuffle_ps(a[4 * i + 1], a[4 * i + 3], 0xee);
+    }
+    for (int i = 0; i < 4; ++i) {
+        _mm256_storeu_ps(out + i * stride, _mm256_permute2f128_ps(b[i], b[i + 4], 0x20));
+        _mm256_storeu_ps(out + (i + 4) * stride, _mm256_permute2f128_ps(b[i], b[i + 4], 0x31));
+    }
+}
+
+FORERUN_INLINE __m256 load_eight(const float* at) { return _mm256_loadu_ps(at); }
+FORERUN_INLINE __m256 load_eight(const uint16_t* at) {
+    __m128i half = _mm_loadu_si128((const __m128i*)at);
+    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(half), 16));
+}
+
 FORERUN_INLINE vfloat larger(vfloat a, vfloat b) { return a > b ? a : b; }
 FORERUN_INLINE vfloat smaller(vfloat a, vfloat b) { return a < b ? a : b; }
 
