@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from forerun.drafting.tree import EMPTY_TREE, DraftTree
 from forerun.errors import EngineError
 from forerun.verification.choice import SamplingState
-from forerun.verification.logprobs import TokenLogprob
+from forerun.verification.logprobs import TokenLogprob, token_logprob
 from forerun.verification.sampling import SamplingParams
 from forerun.verification.walk import LogitRows, Verdict, verify
 from tests.verification.toy_target import (
@@ -189,6 +189,22 @@ def test_a_stop_that_no_draft_holds_is_the_bonus():
     logits[0, 2] = 1.0
     verdict = verify(EMPTY_TREE, LogitRows(logits), SamplingState(SamplingParams(), 0, [1], 5), lambda token: True)
     assert (verdict.tokens, verdict.bonus, verdict.sources, verdict.path) == ((2,), 2, ("target",), ())
+
+
+def test_of_children_with_the_same_token_the_first_is_taken():
+    tree = DraftTree([4, 4, 5, 6], [-1, -1, 0, 1], [0.5] * 4, list("abcd"))
+    logits = torch.zeros(5, 10)
+    for index, token in enumerate([4, 5, 6, 7, 7]):
+        logits[index, token] = 9.0
+    assert verify(tree, LogitRows(logits), SamplingState(SamplingParams(), 0, [1], 10)).path == (0, 2)
+
+
+def test_logprobs_are_those_of_the_raw_logits_at_each_node_of_the_walk():
+    params = SamplingParams(temperature=0.7, logprobs=2, logit_bias={1: 3.0}, repetition_penalty=1.5, top_k=4)
+    plain = decode(TABLE, params, 12, seed=1)
+    answer = decode(TABLE, params, 12, seed=1, drafter=oracle(plain.tokens, 1))
+    for before, token, entry in zip([0, *answer.tokens], answer.tokens, answer.logprobs, strict=False):
+        assert entry == token_logprob(TABLE[before], token, 2)
 
 
 def test_tokens_tell_who_guessed_them_and_the_bonus_is_the_target_s():
