@@ -1,4 +1,4 @@
-"""The native kernels: agreement with double precision; the same bits in any company, with any threads or instructions."""
+"""The native kernels: agreement with double precision, and the same bits in any company, on any threads."""
 
 import itertools
 import math

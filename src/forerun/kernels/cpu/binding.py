@@ -125,7 +125,7 @@ def floats(x: Tensor, *shape: int) -> Tensor:
 
     Raises EngineError for another shape, type or device.
     """
-    if x.dtype is not torch.float32 or tuple(x.shape) != shape or x.device.type != "cpu":
+    if x.dtype is not torch.float32 or x.shape != shape or not x.is_cpu:
         raise EngineError(
             f"a native kernel got {x.dtype} {list(x.shape)} on {x.device}; it takes torch.float32 {list(shape)} on cpu"
         )
@@ -142,13 +142,13 @@ def is_bf16(x: Tensor, dimensions: int) -> bool:
     return x.dtype is torch.bfloat16
 
 
-def norm_argument(norm: Norm | None, size: int) -> NormArgument:
-    """A norm over `size` features; None is one without a weight."""
+def norm_argument(norm: Norm | None, size: int) -> tuple[int | None, float]:
+    """Pointer to the weight of a norm over `size` features, and its epsilon; None is one without a weight."""
     if norm is None:
-        return NormArgument(None, 0.0)
+        return None, 0.0
     if not norm.weight.is_contiguous():
         raise EngineError("the weight of a norm must be contiguous; call .contiguous() on it when the model is loaded")
-    return NormArgument(floats(norm.weight, size).data_ptr(), norm.epsilon)
+    return floats(norm.weight, size).data_ptr(), norm.epsilon
 
 
 def integers(array: IntArray, low: int, high: int, what: str) -> IntArray:

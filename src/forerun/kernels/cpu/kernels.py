@@ -15,7 +15,7 @@ from forerun.kernels.base import Activation, AttentionSpec, Mixture, Norm
 from forerun.kernels.batch import TokenBatch
 from forerun.kernels.cpu import binding
 from forerun.kernels.cpu.binding import AttentionArgument, RotationArgument, floats, is_bf16, norm_argument
-from forerun.kernels.cpu.prepared import PreparedBatch, prepare
+from forerun.kernels.cpu.prepared import PreparedBatch, StoreLayout, prepare
 from forerun.kernels.cpu.weights import Arena, PackedLinear, pack
 from forerun.kernels.kv_store import KVStore
 from forerun.kernels.reference import ReferenceKernels
@@ -91,14 +91,14 @@ class CpuKernels:
             return q[: prepared.rows].contiguous()
         if 2 * half > size:
             raise EngineError(f"RoPE turns {2 * half} features of heads that have {size}; at most all can turn")
-        keys, values, bf16 = _layer_of(store, layer, spec, prepared)
+        keys, values = _of_the_batch(store, prepared).layer(layer, spec)
         cosines, sines = prepared.rotary[spec.rotary]
         q = torch.empty(prepared.rows, spec.heads * size)
         job = RotationArgument(
             *(qkv.data_ptr(), q.data_ptr(), keys, values, cosines.data_ptr(), sines.data_ptr()),
-            *(prepared.positions.ctypes.data, prepared.slots.ctypes.data),
+            *(prepared.at.positions, prepared.at.slots),
             *(norm_argument(spec.query_norm, size), norm_argument(spec.key_norm, size)),
-            *(spec.heads, spec.kv_heads, size, half, bf16),
+            *(spec.heads, spec.kv_heads, size, half, prepared.layout.bf16),
         )
         self._library.forerun_rotate(self._context, byref(job), prepared.rows)
         return q
@@ -108,15 +108,14 @@ class CpuKernels:
         if spec.head_dim % 8 or spec.head_dim > MAX_HEAD_DIM or spec.heads // spec.kv_heads > MAX_QUERIES:
             out = self._reference.attend(pad_rows(q), spec, layer, prepared.reference, store)
             return out[: prepared.rows].contiguous()
-        keys, values, bf16 = _layer_of(store, layer, spec, prepared)
-        out = torch.empty_like(q)
+        keys, values = _of_the_batch(store, prepared).layer(layer, spec)
+        out, at = torch.empty(q.shape), prepared.at
         job = AttentionArgument(
-            *(q.data_ptr(), out.data_ptr(), keys, values, prepared.paths.ctypes.data, prepared.positions.ctypes.data),
-            *(prepared.order.ctypes.data, prepared.path_of.ctypes.data),
-            *(spec.heads, spec.kv_heads, spec.head_dim, spec.window or 0, spec.scale, spec.softcap or 0.0, bf16),
+            *(q.data_ptr(), out.data_ptr(), keys, values, at.paths, at.positions, at.order, at.path_of),
+            *(spec.heads, spec.kv_heads, spec.head_dim, spec.window or 0),
+            *(spec.scale, spec.softcap or 0.0, prepared.layout.bf16),
         )
-        groups = prepared.groups
-        _check(self._library.forerun_attend(self._context, byref(job), groups.ctypes.data, len(groups) - 1))
+        _check(self._library.forerun_attend(self._context, byref(job), at.groups, len(prepared.groups) - 1))
         return out
 
     def project_add(self, x: Tensor, packed: PackedLinear, residual: Tensor, norm: Norm | None = None) -> Tensor:
@@ -149,17 +148,15 @@ class CpuKernels:
     def logits(
         self, x: Tensor, norm: Norm, packed: PackedLinear, prepared: PreparedBatch, softcap: float | None
     ) -> Tensor:
-        floats(x, prepared.rows, packed.columns)
+        x = floats(x, prepared.rows, packed.columns)
         return self._linear(x, packed, before=norm, index=prepared.logit_rows, softcap=softcap)
 
     def _norm(self, x: Tensor, norm: Norm | None) -> Tensor:
         if norm is None:
             return x
         rows, size = x.shape
-        x, argument, out = floats(x, rows, size), norm_argument(norm, size), torch.empty(rows, size)
-        self._library.forerun_norm(
-            self._context, x.data_ptr(), rows, size, argument.weight, argument.epsilon, out.data_ptr()
-        )
+        x, out = floats(x, rows, size), torch.empty(rows, size)
+        self._library.forerun_norm(self._context, x.data_ptr(), rows, size, *norm_argument(norm, size), out.data_ptr())
         return out
 
     def _linear(
@@ -173,40 +170,27 @@ class CpuKernels:
         softcap: float | None = None,
     ) -> Tensor:
         """Softcap(residual + after(before(x[index]) W^T + bias)); index: rows of x, checked by `prepare`."""
-        x = floats(x, len(x), packed.columns)
-        rows = len(x) if index is None else len(index)
+        x = floats(x, x.shape[0], packed.columns)
+        rows = x.shape[0] if index is None else len(index)
         y = torch.empty(rows, packed.rows)
-        first, last = norm_argument(before, packed.columns), norm_argument(after, packed.rows)
-        residual = None if residual is None else floats(residual, rows, packed.rows)
+        if residual is not None:
+            residual = floats(residual, rows, packed.rows)
         failed = self._library.forerun_linear(
             *(self._context, x.data_ptr(), rows, None if index is None else index.ctypes.data),
-            *(first.weight, first.epsilon),
-            *(packed.panels.data_ptr(), packed.bf16, packed.rows, packed.columns),
-            *(None if packed.bias is None else packed.bias.data_ptr(),),
-            *(None if residual is None else residual.data_ptr(),),
-            *(last.weight, last.epsilon, softcap or 0.0, y.data_ptr()),
+            *norm_argument(before, packed.columns),
+            *(packed.panels_at, packed.bf16, packed.rows, packed.columns, packed.bias_at),
+            None if residual is None else residual.data_ptr(),
+            *norm_argument(after, packed.rows),
+            *(softcap or 0.0, y.data_ptr()),
         )
         _check(failed)
         return y
 
 
-def _layer_of(store: KVStore, layer: int, spec: AttentionSpec, prepared: PreparedBatch) -> tuple[int, int, bool]:
-    """Pointers to the layer's keys and values, and whether they are bfloat16; the batch's slots are within them."""
-    bf16 = is_bf16(store.keys, 4)
-    layers, slots, kv_heads, size = store.keys.shape
-    if is_bf16(store.values, 4) is not bf16 or store.values.shape != store.keys.shape:
-        raise EngineError("keys and values of a store must have one shape and type")
-    if (
-        (kv_heads, size) != (spec.kv_heads, spec.head_dim)
-        or not 0 <= layer < layers
-        or slots < prepared.store.slots + 1
-    ):
-        raise EngineError(
-            f"layer {layer} with {spec.kv_heads} key/value heads of {spec.head_dim} does not fit a store of shape "
-            f"{list(store.keys.shape)}, or the batch was prepared for another store"
-        )
-    offset = layer * slots * kv_heads * size * store.keys.itemsize
-    return store.keys.data_ptr() + offset, store.values.data_ptr() + offset, bf16
+def _of_the_batch(store: KVStore, prepared: PreparedBatch) -> StoreLayout:
+    if store is not prepared.store:
+        raise EngineError("a batch works on the store that it was prepared for; prepare it again for another one")
+    return prepared.layout
 
 
 def _check(failed: int) -> None:

@@ -10,6 +10,7 @@ namespace {
 
 // Between two operations of a step Python needs some 10 us; waking a thread costs as much.
 constexpr auto SPIN = std::chrono::microseconds(100);
+constexpr int PATIENCE = 2000;  // pauses, some 20 to 80 us
 
 }  // namespace
 
@@ -45,7 +46,12 @@ void Pool::start(long pieces, Call call, const void* work) {
     }
     take_part(0);
     state_.store(open + 1);
-    while (inside_.load()) _mm_pause();
+    for (int i = 0; inside_.load(); ++i) {
+        if (i < PATIENCE)
+            _mm_pause();
+        else
+            std::this_thread::yield();  // a helper lost its processor in the middle of a piece
+    }
 }
 
 // Own pieces first (their data lie side by side), then what others have not begun.

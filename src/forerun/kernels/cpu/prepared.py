@@ -3,18 +3,52 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from torch import Tensor
 
 from forerun.errors import EngineError
+from forerun.kernels.base import AttentionSpec
 from forerun.kernels.batch import AttentionPath, IntArray, TokenBatch
-from forerun.kernels.cpu.binding import floats, integers
+from forerun.kernels.cpu.binding import floats, integers, is_bf16
 from forerun.kernels.kv_store import KVStore
 from forerun.kernels.reference import ReferenceKernels
 
 PATH = np.dtype([("slots", np.uintp), ("length", np.int64), ("shared", np.int64)])  # `Path` of operations.h
+
+
+class Addresses(NamedTuple):
+    """Where the arrays of a prepared batch lie."""
+
+    positions: int
+    slots: int
+    logit_rows: int
+    order: int
+    path_of: int
+    groups: int
+    paths: int
+
+
+@dataclass(frozen=True)
+class StoreLayout:
+    """A store that was checked: where keys and values lie, and its shape. layer_bytes: from one layer to the next."""
+
+    keys: int
+    values: int
+    layers: int
+    layer_bytes: int
+    heads: tuple[int, int]
+    bf16: bool
+
+    def layer(self, number: int, spec: AttentionSpec) -> tuple[int, int]:
+        """Where the layer's keys and values lie. Raises EngineError if there is no such layer or its heads differ."""
+        if not 0 <= number < self.layers or self.heads != (spec.kv_heads, spec.head_dim):
+            raise EngineError(
+                f"layer {number} with {spec.kv_heads} key/value heads of {spec.head_dim} does not fit a store of "
+                f"{self.layers} layers with {self.heads[0]} heads of {self.heads[1]}"
+            )
+        return self.keys + number * self.layer_bytes, self.values + number * self.layer_bytes
 
 
 @dataclass(frozen=True)
@@ -27,6 +61,7 @@ class PreparedBatch:
 
     batch: TokenBatch
     store: KVStore
+    layout: StoreLayout
     token_ids: IntArray
     positions: IntArray
     slots: IntArray
@@ -38,10 +73,15 @@ class PreparedBatch:
     held: Sequence[IntArray]
     rotary: Sequence[tuple[Tensor, Tensor]]
 
-    @property
+    @cached_property
     def rows(self) -> int:
         """Number of tokens in the batch."""
         return len(self.token_ids)
+
+    @cached_property
+    def at(self) -> Addresses:
+        """Where the arrays lie."""
+        return Addresses(*(getattr(self, name).ctypes.data for name in Addresses._fields))
 
     @cached_property
     def reference(self) -> Any:
@@ -78,6 +118,7 @@ def prepare(batch: TokenBatch, store: KVStore, rotary: Sequence[tuple[Tensor, Te
     return PreparedBatch(
         batch=batch,
         store=store,
+        layout=_store_layout(store),
         token_ids=np.ascontiguousarray(batch.token_ids, np.int64),
         positions=positions,
         slots=slots,
@@ -89,6 +130,15 @@ def prepare(batch: TokenBatch, store: KVStore, rotary: Sequence[tuple[Tensor, Te
         held=held,
         rotary=[_table(cosines, sines) for cosines, sines in rotary],
     )
+
+
+def _store_layout(store: KVStore) -> StoreLayout:
+    bf16 = is_bf16(store.keys, 4)
+    if is_bf16(store.values, 4) is not bf16 or store.values.shape != store.keys.shape:
+        raise EngineError("keys and values of a store must have one shape and type")
+    layers, slots, kv_heads, size = store.keys.shape
+    layer_bytes = slots * kv_heads * size * store.keys.itemsize
+    return StoreLayout(store.keys.data_ptr(), store.values.data_ptr(), layers, layer_bytes, (kv_heads, size), bf16)
 
 
 def _path_slots(path: AttentionPath, rows: IntArray, positions: IntArray, store: KVStore) -> IntArray:

@@ -14,13 +14,17 @@ CHUNK = 32 << 20
 
 @dataclass(frozen=True)
 class PackedLinear:
-    """A linear layer [rows, columns] = [out, in] in panels (see operations.cpp). panels: uint8. bias: float32 [out]."""
+    """A linear layer [rows, columns] = [out, in] in panels (see operations.cpp).
 
-    panels: Tensor
+    held: the panels (uint8) and the bias (float32 [out]), if any; panels_at, bias_at: where they lie.
+    """
+
     rows: int
     columns: int
     bf16: bool
-    bias: Tensor | None
+    panels_at: int
+    bias_at: int | None
+    held: tuple[Tensor, Tensor | None]
 
 
 class Arena:
@@ -53,4 +57,5 @@ def pack(context: int, arena: Arena, weight: Tensor, bias: Tensor | None) -> Pac
     panels = arena.take(-(-rows // panel) * panel * columns * weight.itemsize)
     library().forerun_pack(context, weight.data_ptr(), bf16, rows, columns, panels.data_ptr())
     own_bias = None if bias is None else floats(bias.to(torch.float32), rows).clone()
-    return PackedLinear(panels, rows, columns, bf16, own_bias)
+    bias_at = None if own_bias is None else own_bias.data_ptr()
+    return PackedLinear(rows, columns, bf16, panels.data_ptr(), bias_at, (panels, own_bias))
