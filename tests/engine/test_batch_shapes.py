@@ -1,7 +1,10 @@
 """Batches and trees of every shape: many requests, uneven drafts, flat, deep, single and empty trees."""
 
+import random
+
 import pytest
 
+from forerun.drafting.suffix import SuffixDrafter
 from forerun.verification.sampling import SamplingParams
 from tests.drafting.scripted import Anti, Oracle, Ragged
 from tests.engine.guessing import Guess, PartlyRight, coming, tree, truth_of
@@ -99,3 +102,16 @@ def test_requests_that_come_and_go_in_the_middle_of_others_change_nothing():
         served.step()
         served.check()
     assert all(same(served.collect(number), expected) for number, expected in zip(ids, alone, strict=True))
+
+
+def test_the_first_tokens_of_200_prompts_computed_together_are_those_computed_alone():
+    """Prompts are cut anywhere and share steps with drafts; alone each is computed in one pass."""
+    draw = random.Random(11)
+    asks = [
+        Ask([draw.randrange(VOCABULARY) for _ in range(draw.randint(1, 24))], SamplingParams(max_tokens=2))
+        for _ in range(200)
+    ]
+    one_by_one = engine(prefix=False)
+    alone = [run(one_by_one, [ask])[0] for ask in asks]
+    outputs = run(engine(drafters=[SuffixDrafter(min_score=0.0)], token_limit=33, max_batch=12), asks)
+    assert all(map(same, outputs, alone))
