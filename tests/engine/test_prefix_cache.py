@@ -135,3 +135,18 @@ def test_forgetting_and_turning_off_leave_nothing_to_find():
     assert run(served, [ask])[0].stats.cached_tokens == 0
     without = engine(page_size=4, prefix=False)
     assert [run(without, [ask])[0].stats.cached_tokens for _ in range(2)] == [0, 0]
+
+
+@pytest.mark.parametrize("rejected", [True, False])
+def test_what_is_found_of_a_finished_answer_never_includes_its_last_token_which_was_not_computed(rejected):
+    """Answers that end at every distance from a page's border; the next prompt goes on from all of their tokens."""
+    for length in range(1, 9):
+        first = Ask(PROMPT[:9], SamplingParams(max_tokens=length, ignore_eos=True))
+        (turn1,), truth = truth_of([first])
+        second = Ask([*first.prompt, *turn1.token_ids, 5], PARAMS)
+        served = engine(drafters=[Anti(truth, VOCABULARY) if rejected else Oracle(truth)], page_size=4)
+        assert same(run(served, [first])[0], turn1)
+        served.speculation.drafters.clear()
+        (turn2,) = run(served, [second])
+        assert same(turn2, plain(second))
+        assert turn2.stats.cached_tokens == (8 + length) // 4 * 4
