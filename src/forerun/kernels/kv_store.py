@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -21,9 +22,9 @@ class KVStore:
     def allocate(
         cls, layers: int, slots: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device
     ) -> "KVStore":
-        """Zero-filled storage for `slots` usable slots."""
+        """Zero-filled storage for `slots` usable slots. On a CPU a page of it takes memory once it is written to."""
         shape = (layers, slots + 1, kv_heads, head_dim)
-        return cls(torch.zeros(shape, dtype=dtype, device=device), torch.zeros(shape, dtype=dtype, device=device))
+        return cls(_zeros(shape, dtype, device), _zeros(shape, dtype, device))
 
     @property
     def slots(self) -> int:
@@ -34,3 +35,10 @@ class KVStore:
         """Copy slots `source` onto slots `destination` in every layer; both int64 [n]. They may overlap."""
         self.keys[:, destination] = self.keys[:, source]
         self.values[:, destination] = self.values[:, source]
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    # numpy asks the system for zero pages; torch would write them all, which takes seconds for a large cache.
+    return torch.from_numpy(np.zeros((*shape[:-1], shape[-1] * dtype.itemsize), np.uint8)).view(dtype)
