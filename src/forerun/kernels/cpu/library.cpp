@@ -75,7 +75,7 @@ __attribute__((visibility("default"))) long forerun_panel(void* context) {
     return ((Context*)context)->operations->panel;
 }
 
-// Ask for huge pages: without them reading the weights misses the address cache at every 4 KB.
+// Ask for huge pages, so that prefetching does not wait for page tables. (No gain was measured on Zen 3; harmless.)
 __attribute__((visibility("default"))) void forerun_huge_pages(void* at, long bytes) {
 #ifdef MADV_HUGEPAGE
     madvise(at, bytes, MADV_HUGEPAGE);

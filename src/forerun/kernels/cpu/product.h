@@ -28,6 +28,8 @@ FORERUN_INLINE void load_pair(const uint16_t* at, vfloat& first, vfloat& second)
 }
 
 // Where the next panel lies and how far each step of k moves in it, so that it is in the cache when its turn comes.
+// Memory is then read while the rows are multiplied, not before: all linear layers of SmolLM2-135M on one Zen 3 core take
+// 34 ms instead of 47-60 for 8 rows, and 57 instead of 73-95 for 16 (and the same 20-25 for one).
 struct Ahead {
     const char* at;
     long step;
