@@ -169,3 +169,18 @@ def test_mixture_of_experts_is_the_same_in_any_company_and_agrees_with_double_pr
         torch.testing.assert_close(got[row].double(), want, atol=1e-4, rtol=1e-4)
         alone = KERNELS.mixture(pad_rows(x[row : row + 1]), None, mixture, "silu")
         assert torch.equal(alone[0], got[row])
+
+
+def test_activations_do_not_depend_on_how_threads_share_the_rows():
+    """Thread counts that cut rows in odd places; 80 rows together against 16 at a time."""
+    gate_up = torch.randn(80, 2000, generator=torch.Generator().manual_seed(6)) * 4
+    before = torch.get_num_threads()
+    try:
+        for threads in (1, 2, 3, 5):
+            torch.set_num_threads(threads)
+            for activation in ("silu", "gelu_tanh"):
+                together = KERNELS.gate(gate_up, activation)
+                apart = torch.cat([KERNELS.gate(gate_up[at : at + 16], activation) for at in range(0, 80, 16)])
+                assert torch.equal(together, apart), (threads, activation)
+    finally:
+        torch.set_num_threads(before)

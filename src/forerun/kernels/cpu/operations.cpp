@@ -146,7 +146,10 @@ void rotate_row(const Rotation& job, long row) {
         long at = (job.slots[row] * job.kv_heads + h) * size;
         rotate_head(x + (job.heads + h) * size, job.key_norm, cosines, sines, size, job.half, buffer);
         store_head(buffer, job.keys, job.bf16, at, size);
-        store_head(x + (job.heads + job.kv_heads + h) * size, job.values, job.bf16, at, size);
+        // Attention multiplies what a row does not see by 0; a value that is not finite would be seen through that.
+        const float* value = x + (job.heads + job.kv_heads + h) * size;
+        for (long i = 0; i < size; ++i) buffer[i] = __builtin_isfinite(value[i]) ? value[i] : 0.0f;
+        store_head(buffer, job.values, job.bf16, at, size);
     }
 }
 

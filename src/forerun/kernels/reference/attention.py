@@ -5,6 +5,7 @@ from torch import Tensor
 
 from forerun.kernels.base import AttentionSpec
 from forerun.kernels.reference.layout import KEY_BLOCK, QUERY_TILE, AttentionLayout
+from forerun.kernels.reference.tiles import exactly
 
 
 def attend(q: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec, layout: AttentionLayout) -> Tensor:
@@ -19,11 +20,11 @@ def attend(q: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec, layout:
     queries = queries.permute(0, 2, 3, 1, 4).reshape(pairs * spec.kv_heads, group * QUERY_TILE, size)
     scores = torch.bmm(queries, _gather(keys, layout).transpose(1, 2)) * spec.scale
     if spec.softcap is not None:
-        scores = torch.tanh(scores / spec.softcap) * spec.softcap
+        scores = exactly(torch.tanh, scores / spec.softcap) * spec.softcap
     scores = scores.view(pairs, spec.kv_heads * group, QUERY_TILE, KEY_BLOCK)
     scores = scores.masked_fill(~layout.visible[:, None], -torch.inf)
     top = scores.amax(-1)
-    weights = torch.exp(scores - _finite(top)[..., None])
+    weights = exactly(torch.exp, scores - _finite(top)[..., None])
     sums = torch.bmm(weights.view(pairs * spec.kv_heads, group * QUERY_TILE, KEY_BLOCK), _gather(values, layout))
     return _combine(top, weights.sum(-1), sums.view(pairs, spec.heads, QUERY_TILE, size), layout)
 
@@ -37,7 +38,7 @@ def _gather(store: Tensor, layout: AttentionLayout) -> Tensor:
 def _combine(top: Tensor, weight: Tensor, sums: Tensor, layout: AttentionLayout) -> Tensor:
     """Rescale each row's parts to their common maximum and add them up."""
     top_parts = _lanes(top[..., None], layout, fill=-torch.inf)
-    scale = torch.exp(top_parts - _finite(top_parts.amax(1, keepdim=True)))
+    scale = exactly(torch.exp, top_parts - _finite(top_parts.amax(1, keepdim=True)))
     weight_sum = _ordered_sum(_lanes(weight[..., None], layout) * scale)
     value_sum = _ordered_sum(_lanes(sums, layout) * scale)
     return (value_sum / weight_sum.clamp_min(torch.finfo(torch.float32).tiny)).flatten(1)

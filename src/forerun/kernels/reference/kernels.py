@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -12,7 +13,7 @@ from forerun.kernels.batch import TokenBatch
 from forerun.kernels.kv_store import KVStore
 from forerun.kernels.reference.attention import attend
 from forerun.kernels.reference.layout import AttentionLayout, attention_layout
-from forerun.kernels.reference.tiles import PackedLinear, linear, pad_rows, padded_rows
+from forerun.kernels.reference.tiles import PackedLinear, exactly, linear, pad_rows, padded_rows
 
 
 @dataclass(frozen=True)
@@ -74,6 +75,7 @@ class ReferenceKernels:
         q = rotate(rms_norm(q, spec.query_norm), cos, sin)
         k = rotate(rms_norm(k, spec.key_norm), cos, sin)
         store.keys[layer].index_copy_(0, prepared.slots, k.to(store.keys.dtype))
+        v = torch.where(v.isfinite(), v, 0.0)
         store.values[layer].index_copy_(0, prepared.slots, v.to(store.values.dtype))
         return q.flatten(1)
 
@@ -86,7 +88,7 @@ class ReferenceKernels:
     def gate(self, gate_up: Tensor, activation: Activation) -> Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
         gate, up = gate.contiguous(), up.contiguous()
-        return (F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")) * up
+        return exactly(F.silu if activation == "silu" else partial(F.gelu, approximate="tanh"), gate) * up
 
     def mixture(self, x: Tensor, norm: Norm | None, mixture: Mixture, activation: Activation) -> Tensor:
         x = rms_norm(x, norm)
@@ -106,7 +108,7 @@ class ReferenceKernels:
     ) -> Tensor:
         wanted = len(prepared.logit_rows)
         logits = linear(rms_norm(pad_rows(x[prepared.logit_rows]), norm), packed)[:wanted]
-        return logits if softcap is None else torch.tanh(logits / softcap) * softcap
+        return logits if softcap is None else exactly(torch.tanh, logits / softcap) * softcap
 
 
 def rms_norm(x: Tensor, norm: Norm | None) -> Tensor:

@@ -4,7 +4,7 @@ A matrix library picks its algorithm, and with it the order of accumulation, by 
 any other number than ROW_TILE, so that a row's bits depend on that row alone.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -39,6 +39,15 @@ def linear(x: Tensor, packed: PackedLinear) -> Tensor:
     tiles = [F.linear(tile, weight) for tile in _tiles(x)]
     y = tiles[0] if len(tiles) == 1 else torch.cat(tiles)
     return y if packed.bias is None else y + packed.bias
+
+
+def exactly(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """An elementwise function of float32 x, with the same bits wherever an element stands.
+
+    A CPU computes most elements in vectors and those at the end of a thread's share one by one, by code that may differ
+    in the last bit; in double precision that difference is lost when the result is rounded to float32.
+    """
+    return function(x.double()).float() if x.device.type == "cpu" else function(x)
 
 
 def _tiles(x: Tensor) -> Iterator[Tensor]:
