@@ -6,12 +6,14 @@ import threading
 
 import pytest
 
+from forerun import LLM
 from forerun.engine.async_engine import AsyncEngine
 from forerun.errors import EngineError, InvalidRequestError
 from forerun.verification.sampling import SamplingParams
 from tests.drafting.scripted import Ragged
 from tests.engine.guessing import truth_of
 from tests.engine.harness import Ask, decoder, engine
+from tests.engine.words import save_talking_model
 
 ASKS = [Ask([at, 4], SamplingParams(max_tokens=10 + at, ignore_eos=True, logprobs=0)) for at in range(6)]
 LONG = SamplingParams(max_tokens=200, ignore_eos=True)
@@ -245,3 +247,18 @@ def test_held_requests_are_served_when_the_time_is_up(answers):
             return await asyncio.wait_for(read(served, ASKS[0]), 20)
 
     assert tokens_of(asyncio.run(talk())) == alone[0].token_ids
+
+
+def test_an_async_engine_is_loaded_as_an_llm_is(tmp_path):
+    model = save_talking_model(tmp_path)
+
+    async def answer():
+        async with AsyncEngine.load(model, precision="fp32", speculation={"method": "suffix"}) as served:
+            prompt = served.tokenizer.encode("one two three")
+            chunks = [chunk async for chunk in served.generate(prompt, SamplingParams(max_tokens=8, ignore_eos=True))]
+            return prompt, [token for chunk in chunks for token in chunk.token_ids]
+
+    prompt, tokens = asyncio.run(answer())
+    with LLM(model, precision="fp32") as llm:
+        (expected,) = llm.generate([prompt], SamplingParams(max_tokens=8, ignore_eos=True), speculation=False)
+    assert tuple(tokens) == expected.token_ids

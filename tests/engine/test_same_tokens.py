@@ -162,11 +162,12 @@ def test_one_word_repeated_48_times_is_answered_alike():
 
 
 def test_the_context_limit_is_met_exactly_by_every_prompt_length():
+    model = decoder(kernels="native")
     for length in (1, 2, 7, 30, 31, 40, 62, 63):
         ask = Ask([length] * length, SamplingParams(max_tokens=200, ignore_eos=True))
-        (expected,), truth = truth_of([ask], context_length=64)
+        (expected,), truth = truth_of([ask], model, context_length=64)
         for k in (1, 4, 16):
-            (output,) = run(engine(drafters=[Oracle(truth)], depth=k, nodes=k, context_length=64), [ask])
+            (output,) = run(engine(model, [Oracle(truth)], depth=k, nodes=k, context_length=64), [ask])
             assert same(output, expected)
             assert output.finish_reason == "length"
             assert len(output.token_ids) + length == 64

@@ -8,10 +8,14 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
+from forerun.config import EngineConfig, configure
+from forerun.engine.build import build_engine
 from forerun.engine.engine import Engine
 from forerun.engine.outputs import TokenChunk
 from forerun.errors import EngineError
+from forerun.models.tokenizer import Tokenizer
 from forerun.verification.sampling import SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -49,6 +53,16 @@ class AsyncEngine:
         self._end: str | None = None  # why there will be no further step
         self._thread = threading.Thread(target=self._loop, name="forerun-engine", daemon=True)
         self._thread.start()
+
+    @classmethod
+    def load(cls, model: str | EngineConfig, **settings: Any) -> "AsyncEngine":
+        """An engine for a model and settings, as `LLM` takes them. Raises the same errors."""
+        return cls(build_engine(configure(model, **settings)).engine)
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        """The target's tokenizer: `generate` takes token ids."""
+        return self._engine.tokenizer
 
     async def generate(
         self, prompt: Sequence[int], params: SamplingParams, *, speculate: bool = True, tenant: str = ""
