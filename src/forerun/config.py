@@ -154,7 +154,7 @@ class SpeculationConfig(_Section):
     width: Count = Field(default=3, ge=1, description="most children of a node of the draft tree")
     depth: Count = Field(default=12, ge=1, description="most levels of the draft tree")
     nodes: Count = Field(default=15, ge=1, description="most draft nodes per request and step")
-    step_nodes: Count = Field(default=64, ge=0, description="most draft nodes per step, over all requests")
+    step_nodes: Count = Field(default=16, ge=0, description="most draft nodes per step, over all requests")
     share_history: bool = Field(
         default=True, description="let requests of different tenants learn from one another's tokens"
     )

@@ -78,7 +78,7 @@ def _speeds(side: Side, speedup: float | None) -> tuple[str, ...]:
     return (
         number(side.tokens_per_s),
         "" if speedup is None else f"{speedup:.2f}x",
-        number(side.ttft_ms.p50),
+        number(side.ttft_ms.p50, "{:.0f}"),
         number(side.tpot_ms.p50),
         number(side.tpot_ms.p99),
     )
