@@ -10,8 +10,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
+from forerun.kernels.batch import AttentionPath, TokenBatch
 from forerun.models.architecture import Architecture
-from forerun.models.batch import AttentionPath, TokenBatch
 from tests.models.tiny import (
     FAMILIES,
     VOCABULARY,
