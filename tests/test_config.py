@@ -325,7 +325,7 @@ def test_a_size_survives_being_shown_and_read_again(size: int) -> None:
 @given(
     st.dictionaries(
         st.sampled_from([path for path, (text, _) in CHANGED.items() if text.isdigit()]),
-        st.integers(33, 2000),
+        st.integers(33, 64),
         max_size=6,
     )
 )

@@ -91,6 +91,8 @@ def show_size(size: int | str) -> str:
     return str(size)
 
 
+MOST_THREADS = max(64, 4 * (os.cpu_count() or 1))
+
 Count: TypeAlias = Annotated[int, BeforeValidator(_number)]
 CountOrAuto: TypeAlias = Annotated[int | None, BeforeValidator(_number_or_auto)]
 Milliseconds: TypeAlias = Annotated[float, BeforeValidator(_number)]
@@ -215,7 +217,9 @@ class EngineConfig(_Section):
     )
     precision: Precision = Field(default="auto", description="number format of the weights: auto, fp32, bf16")
     device: Device = Field(default="auto", description="auto, cpu or cuda")
-    threads: CountOrAuto = Field(default=None, ge=1, description="threads of the CPU kernels; auto: one per core")
+    threads: CountOrAuto = Field(
+        default=None, ge=1, le=MOST_THREADS, description="threads of the CPU kernels; auto: one per core"
+    )
     context_length: CountOrAuto = Field(
         default=None, ge=1, description="most tokens of prompt and answer; auto: the model's"
     )

@@ -77,7 +77,8 @@ class Sequences(RuleBasedStateMachine):
         assert cached < len(tokens)
         assert cached % 4 == 0
         if slots.reserve(len(tokens)):
-            slots.commit(tokens, len(tokens) - 1)
+            slots.commit(len(tokens) - 1)
+            slots.keep_prefix(tokens)
             self.live.append((slots, list(tokens)))
         else:
             slots.release()
@@ -101,7 +102,8 @@ class Sequences(RuleBasedStateMachine):
                 wanted += 1
         accepted = chain[: data.draw(st.integers(0, len(chain)))]
         tokens += data.draw(st.lists(st.integers(0, 1), min_size=len(accepted) + 1, max_size=len(accepted) + 1))
-        source, target = slots.commit(tokens, root + 1 + len(accepted), placed[accepted])
+        source, target = slots.commit(root + 1 + len(accepted), placed[accepted])
+        slots.keep_prefix(tokens)
         assert len(source) == len(target)
         assert not set(source) & set(target), "a move would overwrite what another one reads"
         assert slots.computed == len(tokens) - 1
@@ -138,7 +140,8 @@ def test_a_sequence_finds_what_an_earlier_one_computed_generated_tokens_too():
     first = SequenceSlots(pool)
     tokens = list(range(10))
     first.reserve(10)
-    first.commit(tokens, 9)
+    first.commit(9)
+    first.keep_prefix(tokens)
     pages = first.owned_pages[:2]
     first.release()
     second = SequenceSlots(pool)
@@ -153,7 +156,8 @@ def test_rejected_draft_tokens_are_never_found():
     slots = SequenceSlots(pool)
     slots.reserve(4)
     slots.place_tree([1, 2, 3, 4])
-    slots.commit([1, 2, 3, 4], 4)
+    slots.commit(4)
+    slots.keep_prefix([1, 2, 3, 4])
     slots.release()
     assert SequenceSlots(pool).attach_prefix([1, 2, 3, 4, 5, 6, 7, 8, 9]) == 4
 
@@ -162,7 +166,8 @@ def test_without_prefix_reuse_nothing_is_kept():
     pool = PagePool(8, 4)
     slots = SequenceSlots(pool, keep_prefix=False)
     slots.reserve(9)
-    slots.commit(list(range(9)), 8)
+    slots.commit(8)
+    slots.keep_prefix(list(range(9)))
     slots.release()
     assert SequenceSlots(pool).attach_prefix(list(range(9))) == 0
 
@@ -171,7 +176,7 @@ def test_a_tree_is_cut_to_the_room_there_is():
     pool = PagePool(2, 4)
     slots = SequenceSlots(pool)
     slots.reserve(4)
-    slots.commit([0, 1, 2, 3], 3)
+    slots.commit(3)
     assert len(slots.place_tree([1, 2, 3, 4, 5, 6])) == 4  # positions 4 .. 7 fit on the second page
-    slots.commit([0, 1, 2, 3, 4], 4)
+    slots.commit(4)
     assert len(slots.place_tree([1, 1, 1])) == 1, "no page is left for siblings"

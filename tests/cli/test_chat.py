@@ -36,7 +36,7 @@ def test_speed_and_acceptance_stand_below_each_reply(run: Run) -> None:
 
 def test_a_failed_question_is_told_and_forgotten(run: Run, loaded: list[Any]) -> None:
     result = run("chat", stdin="x" * 1001 + "\nshort\n/nonsense\n")
-    assert result.exit_code == 0
+    assert result.exit_code == 1
     assert "error: the prompt has" in result.stdout
     assert "unknown command /nonsense" in result.stdout
     assert prompts(loaded[0]) == ["<user>short"]

@@ -75,7 +75,9 @@ def test_a_bad_prompt_fails_alone(run: Run) -> None:
     first, bad, last = lines(result.stdout)
     assert result.exit_code == 1
     assert (first["text"], last["text"]) == ("echo a", "echo b")
-    assert bad == {"error": "the prompt has 1001 tokens, more than the context of 1000"}
+    assert bad["error"] == "the prompt has 1001 tokens, more than the context of 1000"
+    assert (bad["text"], bad["token_ids"], bad["finish_reason"]) == ("", [], "error")
+    assert bad.keys() == first.keys() | {"error"}
 
 
 def test_a_bad_prompt_is_told_on_stderr_too(run: Run) -> None:

@@ -61,7 +61,6 @@ def test_json_holds_the_model_and_every_setting_with_its_origin(run: Run, asked:
         "reference",
         64,
     )
-    assert shown["model"]["instruction_set"]
     assert shown["model"]["chat_template"] == "{{ messages }}"
     assert set(shown["settings"]) == set(settings())
     assert shown["settings"]["speculation.width"] == {"value": 5, "origin": f"{file}: candidate_num"}

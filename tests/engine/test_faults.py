@@ -7,11 +7,12 @@ import torch
 
 from forerun.drafting.tree import DraftTree
 from forerun.errors import InvalidRequestError
+from forerun.kernels.kv_store import KVStore
 from forerun.models.architecture import Architecture
 from forerun.verification.sampling import SamplingParams
 from tests.drafting.scripted import Oracle, Raising
 from tests.engine.guessing import Guess, coming, truth_of, wrong
-from tests.engine.harness import VOCABULARY, Ask, decoder, engine, finish, run, same
+from tests.engine.harness import VOCABULARY, Ask, decoder, engine, finish, plain, run, same
 from tests.models.tiny import run_on, tiny_config, tiny_tensors
 
 ASKS = [Ask([at, 2, 3], SamplingParams(max_tokens=16, ignore_eos=True, logprobs=1)) for at in range(3)]
@@ -232,6 +233,37 @@ def test_a_pass_that_fails_half_way_leaves_no_wrong_keys_behind(answers):
     served = engine(HalfWay(decoder(), None), [Oracle(truth)], page_size=1)
     assert [output.finish_reason for output in run(served, ASKS)] == ["error"] * 3
     assert all(map(same, run(served, ASKS), alone))
+
+
+def test_a_step_that_fails_while_it_moves_keys_leaves_no_prefix_that_holds_wrong_ones(monkeypatch):
+    ask = Ask(list(range(40)), SamplingParams(max_tokens=40, ignore_eos=True, logprobs=0))
+    (expected,), truth = truth_of([ask])
+    served = engine(drafters=[Guess(lambda context, limit: second_branch(truth, context))], page_size=4)
+    move, moves = KVStore.move, []
+
+    def failing(store, source, destination):
+        moves.append(1)
+        if len(moves) == 3:
+            raise RuntimeError("out of memory")
+        move(store, source, destination)
+
+    monkeypatch.setattr(KVStore, "move", failing)
+    (broken,) = run(served, [ask])
+    answer = broken.completions[0]
+    assert broken.finish_reason == "error"
+    assert answer.token_ids == expected.token_ids[: len(answer.token_ids)]
+    assert len(answer.token_ids) == len(answer.sources) == len(answer.logprobs)
+    again = Ask([*ask.prompt, *expected.token_ids[:20]], SamplingParams(max_tokens=8, ignore_eos=True))
+    assert same(run(served, [again])[0], plain(again))
+
+
+def second_branch(truth, context):
+    """The right tokens on the second branch of a tree, so that accepted ones must be moved."""
+    right = coming(truth, context, 4)
+    if len(right) < 4:
+        return []
+    tokens = [wrong(right[0]), right[0], wrong(right[1]), right[1], right[2]]
+    return DraftTree(tokens, [-1, -1, 0, 1, 3], [0.9, 0.8, 0.7, 0.7, 0.6], ["guess"] * 5)
 
 
 @pytest.mark.parametrize(

@@ -123,16 +123,20 @@ def test_a_chat_is_its_template_s_text(llm):
     assert len(several) == 2
 
 
-def test_malformed_messages_are_refused(llm):
-    for messages in ([{"content": "no role"}], [{"role": "user", "content": 7}], [[]]):
-        with pytest.raises(InvalidRequestError):
-            llm.chat(messages, PARAMS)
+@pytest.mark.parametrize("bad", [[{"content": "no role"}], [{"role": "user", "content": 7}], []])
+def test_malformed_messages_are_an_error_of_that_conversation_alone(llm, bad):
+    good = [{"role": "user", "content": "one two"}]
+    outputs = llm.chat([good, bad, good], PARAMS)
+    assert outputs[1].error
+    assert outputs[1].completions == ()
+    assert told(outputs[0]) == told(outputs[2]) == told(llm.chat(good, PARAMS)[0])
 
 
 def test_a_model_without_a_chat_template_says_so(tmp_path):
     path = save_talking_model(tmp_path / "plain", chat_template=None)
-    with LLM(path, **SETTINGS) as made, pytest.raises(InvalidRequestError, match="chat template"):
-        made.chat([{"role": "user", "content": "x"}], PARAMS)
+    with LLM(path, **SETTINGS) as made:
+        (output,) = made.chat([{"role": "user", "content": "x"}], PARAMS)
+        assert "chat template" in output.error
 
 
 def test_a_stream_tells_what_generate_returns(llm, expected):
@@ -234,6 +238,40 @@ def test_an_interrupted_generate_leaves_nothing_running(llm, monkeypatch):
     monkeypatch.setattr(llm.engine, "step", interrupted)
     with pytest.raises(KeyboardInterrupt):
         llm.generate(TEXTS, PARAMS)
+
+
+def test_an_interrupt_in_the_middle_of_a_step_leaves_nothing_running(llm, expected, monkeypatch):
+    """Between the choice of a request's last token and its report is the worst moment."""
+    commit = llm.engine._commit
+
+    def interrupted(parts, verdicts):
+        if any(part.work.request.finished for part in parts):
+            raise KeyboardInterrupt
+        commit(parts, verdicts)
+
+    monkeypatch.setattr(llm.engine, "_commit", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate(TEXTS, PARAMS)
+    monkeypatch.undo()
+    assert not llm.engine.has_work
+    llm.engine.check()
+    assert llm.engine.pool.in_use == 0
+    assert [told(output) for output in llm.generate(TEXTS, PARAMS)] == list(map(told, expected))
+
+
+def test_a_stream_that_the_garbage_collector_leaves_in_the_middle_of_a_step_stalls_nobody(llm, expected, monkeypatch):
+    streams = [llm.stream(TEXTS[0], PARAMS)]
+    next(streams[0])
+    forward = llm.engine.decoder.forward
+
+    def leaving(batch, store):
+        streams.clear()  # what a collection does that happens to run here
+        return forward(batch, store)
+
+    monkeypatch.setattr(llm.engine.decoder, "forward", leaving)
+    assert told(llm.generate(TEXTS[1], PARAMS)[0]) == told(expected[1])
+    assert not llm.engine.has_work
+    assert llm.engine.pool.in_use == 0
 
 
 def test_the_stop_string_and_the_end_token_of_the_model_end_answers(llm, expected):

@@ -44,6 +44,7 @@ def test_real_answers_are_identical_with_and_without_speculation(llm):
         for at, prompt in enumerate(prompts())
     ]
     asked = [(tokens, params) for tokens, params in asked if len(tokens) < 1500]
+    assert len(asked) >= 60 or not WORKLOADS.exists()
     tokens, params = [entry[0] for entry in asked], [entry[1] for entry in asked]
     plain = llm.generate(tokens, params, speculation=False)
     fast = llm.generate(tokens, params)  # finds its prompts in the prefix cache

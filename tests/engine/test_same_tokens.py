@@ -11,6 +11,7 @@ from forerun.verification.sampling import SamplingParams
 from tests.drafting.scripted import Anti, Malicious, Oracle, Ragged, Random
 from tests.engine.guessing import truth_of
 from tests.engine.harness import CONTEXT, KERNELS, VOCABULARY, Ask, decoder, engine, plain, run, same
+from tests.models.tiny import FAMILIES
 
 # Few words, so that answers repeat themselves and the suffix drafter has something to find.
 PROMPTS = st.lists(st.integers(0, 7), min_size=1, max_size=60) | st.lists(
@@ -20,6 +21,7 @@ PROMPTS = st.lists(st.integers(0, 7), min_size=1, max_size=60) | st.lists(
 
 @st.composite
 def sampling(draw):
+    most = draw(st.integers(1, 40))
     return SamplingParams(
         temperature=draw(st.sampled_from([0.0, 0.0, 0.3, 1.0, 1.7])),
         top_p=draw(st.sampled_from([1.0, 0.9, 0.5])),
@@ -32,8 +34,9 @@ def sampling(draw):
             st.none() | st.dictionaries(st.integers(0, 20), st.sampled_from([-100.0, -2.0, 3.0]), max_size=3)
         ),
         seed=draw(st.integers(0, 2**63)),
-        max_tokens=draw(st.integers(1, 40)),
-        min_tokens=0,
+        max_tokens=most,
+        min_tokens=draw(st.sampled_from([0, 0, most // 2])),
+        ignore_eos=draw(st.booleans()),
         stop_token_ids=draw(st.lists(st.integers(0, 40), max_size=3)),
         logprobs=draw(st.sampled_from([None, 0, 5])),
         n=draw(st.sampled_from([1, 1, 1, 2])),
@@ -62,7 +65,7 @@ def drafters(names, model, truth):
 NAMES = ["suffix", "same", "other", "oracle", "anti", "random", "malicious", "ragged"]
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 @given(
     asks=ASKS,
     names=st.lists(st.sampled_from(NAMES), min_size=1, max_size=3, unique=True),
@@ -78,7 +81,7 @@ NAMES = ["suffix", "same", "other", "oracle", "anti", "random", "malicious", "ra
     repeat=st.booleans(),
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
     kernels=st.sampled_from(KERNELS),
-    family=st.sampled_from(["llama", "llama", "gemma3_text", "mixtral"]),
+    family=st.sampled_from(sorted(FAMILIES)),
 )
 def test_tokens_and_logprobs_equal_those_of_the_request_alone(
     asks,
@@ -98,7 +101,8 @@ def test_tokens_and_logprobs_equal_those_of_the_request_alone(
     family,
 ):
     model = decoder(family, dtype=dtype, kernels=kernels)
-    alone, truth = truth_of(asks, model)
+    ends = frozenset(range(0, VOCABULARY, 40))
+    alone, truth = truth_of(asks, model, end_tokens=ends)
     # As few pages as the longest request needs, and up to `pages` more: from constant preemption to none.
     longest = max(len(ask.prompt) + ask.params.max_tokens for ask in asks)
     slots = (-(-longest // page_size) + pages) * page_size
@@ -114,6 +118,7 @@ def test_tokens_and_logprobs_equal_those_of_the_request_alone(
         max_batch=max_batch,
         page_size=page_size,
         prefix=prefix,
+        end_tokens=ends,
     )
     for _ in range(1 + repeat):  # the second time prompts are found in the prefix cache, and drafters know the answers
         outputs = run(crowded, asks)

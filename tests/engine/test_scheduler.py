@@ -19,6 +19,7 @@ class FakeRequest:
     arrived_at: float = 0.0
     stats: RequestStats = field(default_factory=RequestStats)
     preempted: int = 0
+    prefilled: int = 0
 
     @property
     def decoding(self):
@@ -52,7 +53,8 @@ class Bench:
         for work in plan:
             if work.emits:
                 work.request.tokens.append(7)
-            work.request.slots.commit(work.request.tokens, work.first + work.count)
+            work.request.slots.commit(work.first + work.count)
+            work.request.slots.keep_prefix(work.request.tokens)
         self.pool.check(owned_pages(self.scheduler.requests))
         return [(work.request.request_id, work.first, work.count) for work in plan]
 

@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
-from rich.table import Table
+from rich.table import Column, Table
 
 from forerun.bench.measure import Group, Side, ratio, summarise
 
@@ -53,17 +53,25 @@ def report_json(head: Mapping[str, Any], tasks: Mapping[str, TaskReport]) -> dic
 def report_table(tasks: Mapping[str, TaskReport]) -> Table:
     """The same for people, two lines a task, narrow enough for a terminal of 80 columns."""
     title = "the same requests, decoded plainly and speculatively"
-    table = Table("task", title=title, box=SIMPLE_HEAD, show_edge=False)
+    failed = ", ".join(f"{task.failed} of {name}" for name, task in tasks.items() if task.failed)
+    caption = f"failed and left out: {failed}" if failed else None
+    table = Table(
+        Column("task", no_wrap=True),
+        title=title,
+        caption=caption,
+        box=SIMPLE_HEAD,
+        show_edge=False,
+        padding=(0, 1, 0, 0),
+    )
     for heading in ("", "tokens\nper s", "speed-\nup", "TTFT\np50 ms", "TPOT\np50 ms", "TPOT\np99 ms"):
         table.add_column(heading, justify="right" if heading else "left")
     for heading in ("accep-\nted", "tokens\n/ step", "same\ntokens"):
         table.add_column(heading, justify="right")
     for name, task in tasks.items():
         fast = task.speculative
-        failed = [f"(+{task.failed} failed)"] if task.failed else []
         table.add_row(name, "plain", *_speeds(task.baseline, None))
         table.add_row(
-            " ".join(failed),
+            "",
             "spec.",
             *_speeds(fast, task.speedup),
             number(fast.acceptance_rate, "{:.0%}"),

@@ -86,10 +86,8 @@ class SequenceSlots:
             slots[node] = spare.pop()
         return slots
 
-    def commit(
-        self, tokens: Sequence[int], computed: int, accepted: Sequence[int] | IntArray = ()
-    ) -> tuple[IntArray, IntArray]:
-        """A step is over: positions up to `computed` now hold committed `tokens`.
+    def commit(self, computed: int, accepted: Sequence[int] | IntArray = ()) -> tuple[IntArray, IntArray]:
+        """A step is over: the first `computed` positions hold committed tokens, once the moves are made.
 
         accepted: slots of the accepted draft nodes, in order; they belong to the last positions before `computed`.
         Returns the moves (source slots, destination slots) that put them where they belong. The caller makes the moves
@@ -99,7 +97,6 @@ class SequenceSlots:
         target = self._slots[computed - len(source) : computed]
         moved = source != target
         self.computed = computed
-        self._register(tokens)
         self._trim()
         return source[moved], target[moved]
 
@@ -111,7 +108,8 @@ class SequenceSlots:
         self._slots = np.empty(0, np.int64)
         self.computed = 0
 
-    def _register(self, tokens: Sequence[int]) -> None:
+    def keep_prefix(self, tokens: Sequence[int]) -> None:
+        """Make full pages of committed `tokens` findable. Only when the moves of `commit` are made."""
         if not self._keep_prefix:
             return
         size = self._pool.page_size

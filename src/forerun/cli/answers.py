@@ -8,10 +8,15 @@ if TYPE_CHECKING:
 
 
 def answer_json(output: "RequestOutput") -> dict[str, Any]:
-    """One prompt's answer, or {"error": ...}. With n > 1 the first answer is on top and all are in `completions`."""
-    if output.error is not None or not output.completions:
-        return {"error": output.error or "the request ended without an answer"}
-    answer = _completion_json(output.completions[0])
+    """One prompt's answer; of a refused prompt an empty one with `error`.
+
+    With n > 1 the first answer is on top, with its own statistics; all are in `completions`, and `usage` is their sum.
+    """
+    if output.completions:
+        answer = _completion_json(output.completions[0])
+    else:
+        answer = {"text": output.text, "token_ids": [], "finish_reason": output.finish_reason, "error": failure(output)}
+        answer["stats"] = stats_json(output.stats)
     answer["usage"] = {
         "prompt_tokens": output.prompt_tokens,
         "completion_tokens": sum(len(completion.token_ids) for completion in output.completions),

@@ -40,7 +40,10 @@ def chat(
     params = given.params(config.seed, max_tokens=DEFAULT_MAX_TOKENS)
     llm = load_llm(config)
     speculation = config.speculation.method != "off"
-    Conversation(llm, params, system, speculation=speculation, show_drafts=show_drafts).run()
+    conversation = Conversation(llm, params, system, speculation=speculation, show_drafts=show_drafts)
+    conversation.run()
+    if conversation.failures and not sys.stdin.isatty():
+        raise typer.Exit(1)  # a script wants to know; a person has read it
 
 
 @dataclass
@@ -54,6 +57,7 @@ class Conversation:
     show_drafts: bool = False
     console: Console = field(default_factory=lambda: Console(highlight=False, soft_wrap=True))
     messages: list[dict[str, str]] = field(default_factory=list)
+    failures: int = 0
 
     def run(self) -> None:
         """Read lines and answer them until the input ends or /quit."""
@@ -63,7 +67,7 @@ class Conversation:
         if self.show_drafts:
             self.console.print(legend())
         for line in _lines():
-            if line == "/quit":
+            if line in ("/quit", "/exit"):
                 break
             if line == "/reset":
                 self.reset()
@@ -88,6 +92,7 @@ class Conversation:
             for chunk in reply.follow(chunks):
                 self._show(chunk, split)
         except InvalidRequestError as error:
+            self.failures += 1
             self.console.print(f"error: {error}", style="red", markup=False)
         except KeyboardInterrupt:
             self.console.print("\n(interrupted)", style="dim")
@@ -99,6 +104,7 @@ class Conversation:
 
     def _show(self, chunk: "TokenChunk", split: "Callable[[TokenChunk], list[tuple[str, str]]] | None") -> None:
         if chunk.error is not None:
+            self.failures += 1
             self.console.print(f"\nerror: {chunk.error}", style="red", markup=False)
         pieces = split(chunk) if split else [(chunk.text, TARGET)]
         for text, source in pieces:

@@ -48,7 +48,6 @@ def load_target(config: EngineConfig) -> "LoadedModel":
 
 def describe(model: "LoadedModel") -> dict[str, Any]:
     """What a loaded model is, as plain data. size: bytes of the weights in memory."""
-    import torch
 
     from forerun.models.parameters import parameter_count
 
@@ -62,7 +61,6 @@ def describe(model: "LoadedModel") -> dict[str, Any]:
         "precision": str(model.precision),
         "device": str(model.device),
         "kernels": model.decoder.kernels.name,
-        "instruction_set": torch.backends.cpu.get_cpu_capability() if model.device.type == "cpu" else None,
         "context": model.decoder.context_limit,
         "layers": len(architecture.layers),
         "hidden_size": architecture.hidden_size,

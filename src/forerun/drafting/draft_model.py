@@ -119,6 +119,7 @@ class DraftModelDrafter:
         self._min_score = min_score
         self._chunk = chunk
         self._sequences: dict[int, SequenceSlots] = {}
+        self._outgrown: set[int] = set()  # requests that this model can do nothing more for
 
     def propose(self, contexts: "Sequence[DraftContext]", limit: "DraftLimit") -> list[DraftTree]:
         """One tree per context, grown in min(depth, room) forward passes over all requests together."""
@@ -132,7 +133,7 @@ class DraftModelDrafter:
             self._catch_up(growths, limit)
             self._deepen(growths, limit)
             for growth in growths:
-                growth.slots.commit(growth.context.tokens, len(growth.context.tokens))
+                growth.slots.commit(len(growth.context.tokens))
         return [self._tree(growing.get(context.request_id), limit) for context in contexts]
 
     def observe(self, context: "DraftContext", verdict: "Verdict") -> None:
@@ -140,13 +141,13 @@ class DraftModelDrafter:
 
     def forget(self, request_id: int) -> None:
         """Give the request's pages back."""
+        self._outgrown.discard(request_id)
         sequence = self._sequences.pop(request_id, None)
         if sequence is not None:
             sequence.release()
 
     def clear_history(self) -> None:
-        """Forget the prefixes of earlier requests."""
-        self._pool.clear_kept()
+        """Nothing is kept of earlier requests."""
 
     def cached(self, request_id: int) -> int:
         """How many of a request's tokens the draft's cache holds."""
@@ -167,6 +168,14 @@ class DraftModelDrafter:
         fresh = tokens[sequence.computed :]
         if len(tokens) > self._decoder.context_limit or (fresh and max(fresh) >= self._decoder.vocab_size):
             sequence.release()  # for good: a context only grows
+            if context.request_id not in self._outgrown:
+                self._outgrown.add(context.request_id)
+                logger.info(
+                    "request %d goes on without the draft model, which allows %d tokens and a vocabulary of %d",
+                    context.request_id,
+                    self._decoder.context_limit,
+                    self._decoder.vocab_size,
+                )
             return None
         if depth < 1 or not self._reserve(context.request_id, sequence, len(tokens)):
             return None

@@ -94,7 +94,7 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """Whether any request is unfinished."""
-        return bool(self.scheduler.requests)
+        return bool(self.scheduler.running or self.scheduler.waiting)
 
     def add(self, prompt: Sequence[int], params: SamplingParams, *, speculate: bool = True, tenant: str = "") -> int:
         """Accept a prompt (token ids); its n answers are made side by side. Returns the id that chunks will carry.
@@ -127,9 +127,11 @@ class Engine:
         if plan:
             try:
                 self._run(plan)
-            except Exception as error:
-                logger.exception("a step failed; the %d requests in it end with an error", len(plan))
+            except BaseException as error:
                 self._abandon(plan, f"the step failed: {type(error).__name__}: {error}")
+                if not isinstance(error, Exception):  # an interrupt is for the caller, who finds the engine in order
+                    raise
+                logger.exception("a step failed; the %d requests in it end with an error", len(plan))
         chunks, self._chunks = self._chunks, []
         return chunks
 
@@ -180,10 +182,8 @@ class Engine:
     def _abandon(self, plan: Sequence[Work], error: str) -> None:
         """A step broke off in the middle: its requests end, the others and the pool are not concerned."""
         for request in (work.request for work in plan if work.request in self.scheduler.running):
-            if request.finished:  # its last token was chosen before the step broke off
-                self._retire(request)
-            else:
-                self._end(request, "error", error)
+            request.break_off(error)
+            self._retire(request)
 
     def _draft(self, plan: Sequence[Work]) -> list[StepWork]:
         """Hang a draft tree on every request that decodes, as far as tokens and slots of this step allow."""
@@ -225,18 +225,22 @@ class Engine:
     def _commit(self, parts: Sequence[StepWork], verdicts: Sequence[Verdict | None]) -> None:
         """Keep the keys and values of accepted paths at their positions; give every other slot of the step back."""
         sources, targets = [], []
+        committed: list[Request] = []
         for part, verdict in zip(parts, verdicts, strict=True):
             request = part.work.request
             if request not in self.scheduler.running:
                 continue
+            committed.append(request)
             computed = part.work.first + part.work.count
             path = verdict.path if verdict else ()
-            source, target = request.slots.commit(request.tokens, computed + len(path), part.tree_slots[list(path)])
+            source, target = request.slots.commit(computed + len(path), part.tree_slots[list(path)])
             sources += source.tolist()
             targets += target.tolist()
         if sources:
             device = self._store.keys.device
             self._store.move(torch.tensor(sources, device=device), torch.tensor(targets, device=device))
+        for request in committed:
+            request.slots.keep_prefix(request.tokens)
 
     def _report(self, parts: Sequence[StepWork], verdicts: Sequence[Verdict | None]) -> None:
         """Statistics, drafters' lessons, chunks, and the end of answers that are complete."""
@@ -245,11 +249,11 @@ class Engine:
             request = part.work.request
             if verdict is None:
                 if not request.finished:
-                    request.count(prefill_tokens=part.work.count)
+                    request.count_prefill(part.work.first, part.work.count)
                 continue
             request.record(verdict.sources, verdict.logprobs)
             if request.first_token_at is None:
-                request.count(prefill_tokens=part.work.count)
+                request.count_prefill(part.work.first, part.work.count)
             else:
                 request.count(
                     steps=1, drafted=verdict.drafted, accepted=verdict.accepted, decode_tokens=len(verdict.tokens)

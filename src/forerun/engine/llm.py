@@ -41,6 +41,7 @@ class LLM:
         self.missing_drafters = built.missing_drafters
         self._lock = threading.Lock()
         self._streams: dict[int, deque[TokenChunk]] = {}
+        self._orphans: deque[int] = deque()  # requests of streams that were left while the engine was busy
         self._closed = False
 
     @property
@@ -63,7 +64,15 @@ class LLM:
         it. progress: show a bar (default: on a terminal, from ten prompts up).
         Raises InvalidRequestError only when prompts and params do not match in number.
         """
-        several = _several(prompts)
+        return self._answer(_several(prompts), params, speculation, progress)
+
+    def _answer(
+        self,
+        several: Sequence[Prompt | InvalidRequestError],
+        params: SamplingParams | Sequence[SamplingParams] | None,
+        speculation: bool,
+        progress: bool | None,
+    ) -> list[RequestOutput]:
         each = _one_each(params, len(several))
         waiting: dict[int, int] = {}  # place of each request's prompt
         outputs: dict[int, RequestOutput] = {}
@@ -96,13 +105,13 @@ class LLM:
         speculation: bool = True,
         progress: bool | None = None,
     ) -> list[RequestOutput]:
-        """Answer one conversation or several, through the model's chat template.
+        """Answer one conversation or several, through the model's chat template; else as `generate`.
 
-        Raises InvalidRequestError for malformed messages, and when the model has no chat template.
+        A malformed conversation, or a model without a chat template, is an `error` in that conversation's output.
         """
         conversations = [messages] if messages and isinstance(messages[0], Mapping) else messages
-        prompts = [self.chat_prompt(conversation) for conversation in conversations]  # type: ignore[arg-type]
-        return self.generate(prompts, params, speculation=speculation, progress=progress)
+        prompts = [self._rendered(conversation) for conversation in conversations]  # type: ignore[arg-type]
+        return self._answer(prompts, params, speculation, progress)
 
     def chat_prompt(self, messages: Sequence[Message]) -> list[int]:
         """The token ids that a conversation becomes, ready for the model's answer."""
@@ -126,9 +135,9 @@ class LLM:
                 while chunks:
                     yield chunks.popleft()
         finally:
-            if not finished:
-                self._drop([request_id])
             del self._streams[request_id]
+            if not finished:
+                self._leave(request_id)
 
     def clear_history(self) -> None:
         """Forget what earlier requests left behind: drafting history and the prefix cache."""
@@ -149,6 +158,12 @@ class LLM:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def _rendered(self, messages: Sequence[Message]) -> Prompt | InvalidRequestError:
+        try:
+            return self.chat_prompt(messages)
+        except InvalidRequestError as error:
+            return error
+
     def _encode(self, prompt: Prompt) -> list[int]:
         if isinstance(prompt, str):
             return self.tokenizer.encode(prompt)
@@ -158,9 +173,13 @@ class LLM:
             )
         return list(prompt)
 
-    def _add(self, prompt: Prompt, params: SamplingParams, speculation: bool) -> int | RequestOutput:
+    def _add(
+        self, prompt: Prompt | InvalidRequestError, params: SamplingParams, speculation: bool
+    ) -> int | RequestOutput:
         tokens: list[int] = []
         try:
+            if isinstance(prompt, InvalidRequestError):
+                raise prompt
             tokens = self._encode(prompt)
             return self.engine.add(tokens, params, speculate=speculation)
         except InvalidRequestError as error:
@@ -170,6 +189,8 @@ class LLM:
         """One engine step for everybody; those of the wanted requests that are finished."""
         with self._lock:
             self._check_open()
+            while self._orphans:
+                self._discard(self._orphans.popleft())
             if not self._ready(wanted):
                 for chunk in self.engine.step():
                     if chunk.request_id in self._streams:
@@ -183,8 +204,22 @@ class LLM:
         """Requests that nobody waits for any more: cancel them and throw their answers away."""
         with self._lock:
             for request_id in [] if self._closed else list(request_ids):
-                self.engine.cancel(request_id)
-                self.engine.collect(request_id)
+                self._discard(request_id)
+
+    def _leave(self, request_id: int) -> None:
+        """A stream was left early. It may be the garbage collector that leaves it, in the middle of a step."""
+        if not self._lock.acquire(blocking=False):
+            self._orphans.append(request_id)
+            return
+        try:
+            if not self._closed:
+                self._discard(request_id)
+        finally:
+            self._lock.release()
+
+    def _discard(self, request_id: int) -> None:
+        self.engine.cancel(request_id)
+        self.engine.collect(request_id)
 
     def _check_open(self) -> None:
         if self._closed:
@@ -193,6 +228,10 @@ class LLM:
 
 def _several(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """A list of prompts; a text and a list of token ids are one prompt."""
+    if not isinstance(prompts, Iterable):
+        raise InvalidRequestError(
+            f"the prompts are a {type(prompts).__name__}; allowed: a text, a list of token ids, or a list of these"
+        )
     if isinstance(prompts, str) or (len(prompts) and isinstance(prompts[0], Integral)):
         return [prompts]  # type: ignore[list-item]
     return list(prompts)  # type: ignore[arg-type]
@@ -201,6 +240,10 @@ def _several(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
 def _one_each(params: SamplingParams | Sequence[SamplingParams] | None, prompts: int) -> list[SamplingParams]:
     if params is None or isinstance(params, SamplingParams):
         return [params or SamplingParams()] * prompts
+    if isinstance(params, Mapping) or not all(isinstance(each, SamplingParams) for each in params):
+        raise InvalidRequestError(
+            f"params is {params!r}; allowed: SamplingParams(...), or a list of one for each prompt"
+        )
     if len(params) != prompts:
         raise InvalidRequestError(
             f"{prompts} prompts came with {len(params)} sets of sampling parameters; give one for all, or one for each"

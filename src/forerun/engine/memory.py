@@ -1,12 +1,13 @@
 """How many KV slots fit: from the setting, or from what the machine has free."""
 
-import os
+from pathlib import Path
 
 import torch
 
 from forerun.errors import CacheMemoryError
 
 # Of the memory that is free when the engine starts, this much may go to the KV cache.
+UNKNOWN = 4 << 30  # bytes taken to be free where the system does not say
 AUTO_SHARE = {"cpu": 0.25, "cuda": 0.8}
 
 
@@ -14,7 +15,26 @@ def free_memory(device: torch.device) -> int:
     """Bytes free on the device now."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 4 << 30
+    return min((limit for limit in (_available(), _left_in_group()) if limit is not None), default=UNKNOWN)
+
+
+def _available() -> int | None:
+    """What Linux could hand out without swapping, file caches included; None on other systems."""
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    except OSError:
+        return None
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), None)
+
+
+def _left_in_group() -> int | None:
+    """What a container's limit (cgroup v2) leaves; None without one."""
+    group = Path("/sys/fs/cgroup")
+    try:
+        limit, used = ((group / name).read_text(encoding="ascii").strip() for name in ("memory.max", "memory.current"))
+    except OSError:
+        return None
+    return max(0, int(limit) - int(used)) if limit.isdigit() else None
 
 
 def cache_slots(

@@ -13,7 +13,8 @@ class RequestStats:
     """What one answer cost.
 
     steps: target steps that decoded (prefill not counted). drafted: draft nodes verified. accepted: emitted tokens that
-    came from a draft; emitted = accepted + steps, plus the first token, which prefill gives.
+    came from a draft. Tokens emitted are accepted + steps, plus the first, which prefill gives; one less when the
+    answer ends on an accepted token, after which there is no bonus.
     prefill_tokens: prompt tokens computed; cached_tokens: prompt tokens taken from the prefix cache.
     ttft_s: seconds from arrival to the first token, None before it. decode_s: seconds from the first to the last token.
     """

@@ -46,6 +46,7 @@ class Request:
     logprobs: list[TokenLogprob] = field(default_factory=list)
     full_text: list[str] = field(default_factory=list)
     first_token_at: float | None = None
+    prefilled: int = 0  # prompt tokens counted as computed, or found in the prefix cache
     reported: int = 0  # tokens of the answer that chunks have already told of
 
     @property
@@ -94,6 +95,12 @@ class Request:
         self.finish_reason, self.error = reason, error
         self.text.finish()
 
+    def break_off(self, error: str) -> None:
+        """The step that was making tokens failed: the answer ends before them, with an error."""
+        del self.tokens[self.prompt_length + len(self.sources) :]
+        self.text.drop()
+        self.finish_reason, self.error = "error", error
+
     def record(self, sources: Sequence[str], logprobs: Sequence[TokenLogprob] | None) -> None:
         """Keep what is known of the tokens just taken."""
         self.sources += sources
@@ -102,6 +109,13 @@ class Request:
     def count(self, **increments: int) -> None:
         """Add to the statistics' counters."""
         self.stats = replace(self.stats, **{name: getattr(self.stats, name) + n for name, n in increments.items()})
+
+    def count_prefill(self, first: int, count: int) -> None:
+        """Count the prompt tokens among those just computed, each of them once, however often it is preempted."""
+        start, end = max(first, self.prefilled), min(first + count, self.prompt_length)
+        if end > start:
+            self.count(prefill_tokens=end - start)
+            self.prefilled = end
 
     def clock(self, now: float) -> None:
         """Note the time at which a step's tokens were emitted."""

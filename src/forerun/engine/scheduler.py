@@ -73,6 +73,8 @@ class Scheduler:
 
     def hold_s(self) -> float:
         """Seconds for which the waiting requests are still held back; 0 when they may enter."""
+        if self._min_batch == 1:
+            return 0.0
         fresh = [request for request in self.waiting if not request.stats.preemptions]
         if not fresh or len(fresh) < len(self.waiting) or len(fresh) >= self._min_batch:
             return 0.0
@@ -112,6 +114,7 @@ class Scheduler:
                 return
             if not request.stats.preemptions:
                 request.count(cached_tokens=cached)
+                request.prefilled = cached
             self.running.append(self.waiting.pop(0))
             self.running.sort(key=lambda running: running.request_id)
 

@@ -40,6 +40,12 @@ class AnswerText:
             self._ready.append(self._held)
             self._held = ""
 
+    def drop(self) -> None:
+        """Forget what was pushed since the last `take`; nothing more will come."""
+        self._held = ""
+        self._ready.clear()
+        self._stream = None
+
     def take(self) -> str:
         """The text that became certain since the last call."""
         text = "".join(self._ready)

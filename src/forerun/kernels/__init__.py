@@ -1,18 +1,23 @@
 """The operations that models are made of, one folder per device behind one protocol (`base.Kernels`)."""
 
+import logging
+
 import torch
 
 from forerun.kernels.base import Kernels
 
+logger = logging.getLogger(__name__)
 
-def choose_kernels(device: torch.device | str, threads: int | None = None) -> Kernels:
-    """The best kernels for a device: native code on a CPU that has it, the torch reference anywhere else.
 
-    threads: CPU threads of the native kernels; None = as many as torch uses.
-    """
-    from forerun.kernels.cpu import load_cpu_kernels
+def choose_kernels(device: torch.device | str) -> Kernels:
+    """The best kernels for a device: native code on a CPU that has it, the torch reference anywhere else."""
+    from forerun.kernels.cpu import load_cpu_kernels, unavailable_reason
     from forerun.kernels.reference import ReferenceKernels
 
     device = torch.device(device)
-    native = load_cpu_kernels(threads) if device.type == "cpu" else None
+    if device.type != "cpu":
+        return ReferenceKernels(device)
+    native = load_cpu_kernels()
+    if native is None:
+        logger.warning("no native CPU kernels, the torch reference is many times slower: %s", unavailable_reason())
     return native or ReferenceKernels(device)

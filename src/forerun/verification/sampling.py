@@ -60,7 +60,7 @@ class SamplingParams:
         self._number("top_p", "above 0, up to 1", lambda x: 0 < x <= 1, "use 1 to turn the filter off")
         self._integer("top_k", -1, None, "use 0 or -1 to turn the filter off")
         self._number("min_p", "0 .. 1", lambda x: 0 <= x <= 1, "use 0 to turn the filter off")
-        self._number("repetition_penalty", "finite numbers above 0", lambda x: x > 0, "use 1 to turn the penalty off")
+        self._number("repetition_penalty", "0.01 .. 100", lambda x: 0.01 <= x <= 100, "use 1 to turn the penalty off")
         for name in ("presence_penalty", "frequency_penalty"):
             self._number(name, "-2 .. 2", lambda x: -2 <= x <= 2, "use 0 to turn the penalty off")
         self._set("logit_bias", _checked_bias(self.logit_bias))
