@@ -1,7 +1,7 @@
 """Every setting of an engine, once: name, type, limits, default, and what it is for.
 
-Flags, environment variables, YAML keys and keyword arguments are all derived from these classes (`resolve`); no other
-module reads a setting from anywhere else.
+Flags, environment variables, YAML keys and keyword arguments are all derived from these classes (`resolve`). Only
+FORERUN_CACHE and FORERUN_CPU_ISA, which are no settings of an engine, are read where they are used.
 """
 
 import os

@@ -5,6 +5,7 @@ Rows are never padded here: the native operations keep a row's bits whatever the
 
 from collections.abc import Sequence
 from ctypes import byref
+from functools import partial
 
 import numpy as np
 import torch
@@ -18,6 +19,7 @@ from forerun.kernels.cpu.binding import AttentionArgument, RotationArgument, flo
 from forerun.kernels.cpu.prepared import PreparedBatch, StoreLayout, prepare
 from forerun.kernels.cpu.weights import Arena, PackedLinear, pack
 from forerun.kernels.kv_store import KVStore
+from forerun.kernels.mixture import mix
 from forerun.kernels.reference import ReferenceKernels
 from forerun.kernels.reference.tiles import pad_rows
 
@@ -130,20 +132,7 @@ class CpuKernels:
         return out
 
     def mixture(self, x: Tensor, norm: Norm | None, mixture: Mixture, activation: Activation) -> Tensor:
-        x = self._norm(x, norm)
-        shares = torch.softmax(self._linear(x, mixture.router), dim=-1)
-        top, experts = shares.topk(mixture.top_k, dim=-1)
-        if mixture.renormalise:
-            total = top[:, 0]
-            for rank in range(1, mixture.top_k):  # column by column: the order does not depend on the number of rows
-                total = total + top[:, rank]
-            top = top / total[:, None]
-        out = torch.zeros_like(x)
-        for expert in experts.unique().tolist():  # ascending, so that a row always adds its experts in the same order
-            rows, rank = (experts == expert).nonzero(as_tuple=True)
-            hidden = self.gate(self._linear(x[rows], mixture.gate_up[expert]), activation)
-            out[rows] += self._linear(hidden, mixture.down[expert]) * top[rows, rank][:, None]
-        return out
+        return mix(self._norm(x, norm), mixture, self._linear, partial(self.gate, activation=activation))
 
     def logits(
         self, x: Tensor, norm: Norm, packed: PackedLinear, prepared: PreparedBatch, softcap: float | None

@@ -11,6 +11,7 @@ from torch import Tensor
 from forerun.kernels.base import Activation, AttentionSpec, Mixture, Norm
 from forerun.kernels.batch import TokenBatch
 from forerun.kernels.kv_store import KVStore
+from forerun.kernels.mixture import mix
 from forerun.kernels.reference.attention import attend
 from forerun.kernels.reference.layout import AttentionLayout, attention_layout
 from forerun.kernels.reference.tiles import PackedLinear, exactly, linear, pad_rows, padded_rows
@@ -91,17 +92,7 @@ class ReferenceKernels:
         return exactly(F.silu if activation == "silu" else partial(F.gelu, approximate="tanh"), gate) * up
 
     def mixture(self, x: Tensor, norm: Norm | None, mixture: Mixture, activation: Activation) -> Tensor:
-        x = rms_norm(x, norm)
-        shares = torch.softmax(linear(x, mixture.router), dim=-1)
-        top, experts = shares.topk(mixture.top_k, dim=-1)
-        if mixture.renormalise:
-            top = top / top.sum(-1, keepdim=True)
-        out = torch.zeros_like(x)
-        for expert in experts.unique().tolist():  # ascending, so that a row always adds its experts in the same order
-            rows, rank = (experts == expert).nonzero(as_tuple=True)
-            hidden = self.gate(linear(pad_rows(x[rows]), mixture.gate_up[expert]), activation)
-            out[rows] += linear(hidden, mixture.down[expert])[: len(rows)] * top[rows, rank][:, None]
-        return out
+        return mix(rms_norm(x, norm), mixture, _any_rows, partial(self.gate, activation=activation))
 
     def logits(
         self, x: Tensor, norm: Norm, packed: PackedLinear, prepared: PreparedBatch, softcap: float | None
@@ -117,6 +108,11 @@ def rms_norm(x: Tensor, norm: Norm | None) -> Tensor:
         return x
     x = x.contiguous()
     return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + norm.epsilon) * norm.weight
+
+
+def _any_rows(x: Tensor, packed: PackedLinear) -> Tensor:
+    """`linear` for a number of rows that need not fill tiles."""
+    return linear(pad_rows(x), packed)[: len(x)]
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
