@@ -13,6 +13,7 @@ from torch import Tensor
 
 from forerun.kernels.batch import TokenBatch
 from forerun.kernels.kv_store import KVStore
+from forerun.kernels.quantized import QuantizedWeight
 
 Activation = Literal["silu", "gelu_tanh"]
 
@@ -67,8 +68,8 @@ class Kernels(Protocol):
 
     name: str
 
-    def pack(self, weight: Tensor, bias: Tensor | None = None) -> Any:
-        """Prepare a linear layer's weight [out, in] (float32 or bfloat16) for the operations below."""
+    def pack(self, weight: Tensor | QuantizedWeight, bias: Tensor | None = None) -> Any:
+        """Prepare a linear layer's weight [out, in] (float32, bfloat16 or quantised) for the operations below."""
         ...
 
     def prepare(self, batch: TokenBatch, store: KVStore, rotary: Sequence[tuple[Tensor, Tensor]]) -> Any:

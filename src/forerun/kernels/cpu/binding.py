@@ -7,7 +7,7 @@ import ctypes
 import functools
 import os
 from collections.abc import Sequence
-from ctypes import POINTER, c_bool, c_float, c_int, c_long, c_void_p
+from ctypes import POINTER, c_bool, c_float, c_int, c_int32, c_int64, c_long, c_void_p
 from pathlib import Path
 
 import numpy as np
@@ -27,6 +27,34 @@ class NormArgument(ctypes.Structure):
     """`Norm` of operations.h."""
 
     _fields_ = (("weight", c_void_p), ("epsilon", c_float))
+
+
+class WeightArgument(ctypes.Structure):
+    """`Weight` of operations.h."""
+
+    _fields_ = (
+        ("values", c_void_p),
+        ("bias", c_void_p),
+        ("n", c_int64),
+        ("k", c_int64),
+        ("format", c_int32),
+    )
+
+
+class ProjectionArgument(ctypes.Structure):
+    """`Projection` of operations.h."""
+
+    _fields_ = (
+        ("x", c_void_p),
+        ("row_index", c_void_p),
+        ("before", NormArgument),
+        ("weight", POINTER(WeightArgument)),
+        ("after", NormArgument),
+        ("residual", c_void_p),
+        ("y", c_void_p),
+        ("rows", c_int64),
+        ("softcap", c_float),
+    )
 
 
 class RotationArgument(ctypes.Structure):
@@ -59,14 +87,8 @@ _FUNCTIONS: dict[str, tuple[object, Sequence[object]]] = {
     "forerun_destroy": (None, (c_void_p,)),
     "forerun_panel": (c_long, (c_void_p,)),
     "forerun_huge_pages": (None, (c_void_p, c_long)),
-    "forerun_pack": (None, (c_void_p, c_void_p, c_int, c_long, c_long, c_void_p)),
-    "forerun_linear": (
-        c_int,
-        (
-            *(c_void_p, c_void_p, c_long, c_void_p, c_void_p, c_float, c_void_p, c_int, c_long, c_long),
-            *(c_void_p, c_void_p, c_void_p, c_float, c_float, c_void_p),
-        ),
-    ),
+    "forerun_pack": (None, (c_void_p, c_void_p, POINTER(WeightArgument))),
+    "forerun_linear": (c_int, (c_void_p, POINTER(ProjectionArgument))),
     "forerun_norm": (None, (c_void_p, c_void_p, c_long, c_long, c_void_p, c_float, c_void_p)),
     "forerun_rotate": (None, (c_void_p, POINTER(RotationArgument), c_long)),
     "forerun_attend": (c_int, (c_void_p, POINTER(AttentionArgument), c_void_p, c_long)),

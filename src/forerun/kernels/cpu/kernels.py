@@ -4,7 +4,7 @@ Rows are never padded here: the native operations keep a row's bits whatever the
 """
 
 from collections.abc import Sequence
-from ctypes import byref
+from ctypes import byref, pointer
 from functools import partial
 
 import numpy as np
@@ -15,11 +15,19 @@ from forerun.errors import ConfigError, EngineError
 from forerun.kernels.base import Activation, AttentionSpec, Mixture, Norm
 from forerun.kernels.batch import TokenBatch
 from forerun.kernels.cpu import binding
-from forerun.kernels.cpu.binding import AttentionArgument, RotationArgument, floats, is_bf16, norm_argument
+from forerun.kernels.cpu.binding import (
+    AttentionArgument,
+    ProjectionArgument,
+    RotationArgument,
+    floats,
+    is_bf16,
+    norm_argument,
+)
 from forerun.kernels.cpu.prepared import PreparedBatch, StoreLayout, prepare
 from forerun.kernels.cpu.weights import Arena, PackedLinear, pack
 from forerun.kernels.kv_store import KVStore
 from forerun.kernels.mixture import mix
+from forerun.kernels.quantized import QuantizedWeight
 from forerun.kernels.reference import ReferenceKernels
 from forerun.kernels.reference.tiles import pad_rows
 
@@ -65,7 +73,9 @@ class CpuKernels:
         self._arena = Arena()
         self._reference = ReferenceKernels("cpu")
 
-    def pack(self, weight: Tensor, bias: Tensor | None = None) -> PackedLinear:
+    def pack(self, weight: Tensor | QuantizedWeight, bias: Tensor | None = None) -> PackedLinear:
+        if isinstance(weight, QuantizedWeight):
+            raise EngineError("quantised weights are not packed natively yet")
         return pack(self._context, self._arena, weight, bias)
 
     def prepare(self, batch: TokenBatch, store: KVStore, rotary: Sequence[tuple[Tensor, Tensor]]) -> PreparedBatch:
@@ -164,15 +174,12 @@ class CpuKernels:
         y = torch.empty(rows, packed.rows)
         if residual is not None:
             residual = floats(residual, rows, packed.rows)
-        failed = self._library.forerun_linear(
-            *(self._context, x.data_ptr(), rows, None if index is None else index.ctypes.data),
-            *norm_argument(before, packed.columns),
-            *(packed.panels_at, packed.bf16, packed.rows, packed.columns, packed.bias_at),
-            None if residual is None else residual.data_ptr(),
-            *norm_argument(after, packed.rows),
-            *(softcap or 0.0, y.data_ptr()),
+        job = ProjectionArgument(
+            *(x.data_ptr(), None if index is None else index.ctypes.data),
+            *(norm_argument(before, packed.columns), pointer(packed.argument), norm_argument(after, packed.rows)),
+            *(None if residual is None else residual.data_ptr(), y.data_ptr(), rows, softcap or 0.0),
         )
-        _check(failed)
+        _check(self._library.forerun_linear(self._context, byref(job)))
         return y
 
 

@@ -49,6 +49,36 @@ void for_rows(Context& context, long rows, const Work& work) {
     });
 }
 
+// Null-safe parts of the work are in this order: norm before, product, bias, norm after, residual, soft cap.
+bool project(Context& context, const Projection& job) {
+    const Operations& operations = *context.operations;
+    long rows = job.rows, k = job.weight->k, n = job.weight->n;
+    bool copies = job.before.weight || job.row_index, after = job.after.weight;
+    float* memory = context.memory((copies ? rows * k : 0) + (after ? rows * n : 0) + 1);
+    if (!memory) return false;
+    const float* x = job.x;
+    float* sums = after ? memory + (copies ? rows * k : 0) : job.y;
+    if (copies) {
+        for_rows(context, rows, [&](long row) {
+            const float* from = x + (job.row_index ? job.row_index[row] : row) * k;
+            if (job.before.weight)
+                operations.norm_row(from, job.before, nullptr, memory + row * k, k);
+            else
+                operations.embed_row(from, false, 1.0f, memory + row * k, k);
+        });
+        x = memory;
+    }
+    Linear linear = {x, job.weight, job.weight->bias, after ? nullptr : job.residual, sums, rows, job.softcap};
+    context.pool.run((n + CHUNK_COLUMNS - 1) / CHUNK_COLUMNS,
+                     [&](long chunk, int) { operations.linear(linear, chunk); });
+    if (after)
+        for_rows(context, rows, [&](long row) {
+            operations.norm_row(sums + row * n, job.after, job.residual ? job.residual + row * n : nullptr,
+                                job.y + row * n, n);
+        });
+    return true;
+}
+
 }  // namespace
 
 extern "C" {
@@ -82,45 +112,18 @@ __attribute__((visibility("default"))) void forerun_huge_pages(void* at, long by
 #endif
 }
 
-__attribute__((visibility("default"))) void forerun_pack(void* self, const void* weight, int bf16, long n, long k,
-                                                         void* packed) {
+__attribute__((visibility("default"))) void forerun_pack(void* self, const void* from, const Weight* weight) {
     Context& context = *(Context*)self;
     std::lock_guard<std::mutex> lock(context.busy);
     const Operations& operations = *context.operations;
-    long panels = (n + operations.panel - 1) / operations.panel;
-    context.pool.run(panels, [&](long panel, int) { operations.pack(weight, bf16, n, k, panel, packed); });
+    long panels = (weight->n + operations.panel - 1) / operations.panel;
+    context.pool.run(panels, [&](long panel, int) { operations.pack(from, *weight, panel); });
 }
 
-// y = softcap(residual + norm_after(norm_before(x[row_index]) W^T + bias)); all but x, W and y may be absent.
-__attribute__((visibility("default"))) int forerun_linear(
-    void* self, const float* x, long rows, const int64_t* row_index, const float* before, float before_epsilon,
-    const void* packed, int bf16, long n, long k, const float* bias, const float* residual, const float* after,
-    float after_epsilon, float softcap, float* y) {
+__attribute__((visibility("default"))) int forerun_linear(void* self, const Projection* job) {
     Context& context = *(Context*)self;
     std::lock_guard<std::mutex> lock(context.busy);
-    const Operations& operations = *context.operations;
-    bool copies = before || row_index;
-    float* memory = context.memory((copies ? rows * k : 0) + (after ? rows * n : 0) + 1);
-    if (!memory) return 1;
-    float* sums = after ? memory + (copies ? rows * k : 0) : y;
-    if (copies) {
-        for_rows(context, rows, [&](long row) {
-            const float* from = x + (row_index ? row_index[row] : row) * k;
-            if (before)
-                operations.norm_row(from, {before, before_epsilon}, nullptr, memory + row * k, k);
-            else
-                operations.embed_row(from, false, 1.0f, memory + row * k, k);
-        });
-        x = memory;
-    }
-    Linear job = {x, packed, bias, after ? nullptr : residual, sums, rows, k, n, softcap, bf16 != 0};
-    context.pool.run((n + CHUNK_COLUMNS - 1) / CHUNK_COLUMNS, [&](long chunk, int) { operations.linear(job, chunk); });
-    if (after)
-        for_rows(context, rows, [&](long row) {
-            operations.norm_row(sums + row * n, {after, after_epsilon}, residual ? residual + row * n : nullptr,
-                                y + row * n, n);
-        });
-    return 0;
+    return project(context, *job) ? 0 : 1;
 }
 
 __attribute__((visibility("default"))) void forerun_norm(void* self, const float* x, long rows, long size,

@@ -37,18 +37,19 @@ void pack_panel(const T* weight, long n, long k_count, long first, T* panel) {
         }
 }
 
-void pack(const void* weight, bool bf16, long n, long k, long panel, void* packed) {
-    if (bf16)
-        pack_panel((const uint16_t*)weight, n, k, panel * PANEL, (uint16_t*)packed + panel * PANEL * k);
+void pack(const void* from, const Weight& weight, long panel) {
+    long n = weight.n, k = weight.k, first = panel * PANEL;
+    if (weight.format == BFLOAT16)
+        pack_panel((const uint16_t*)from, n, k, first, (uint16_t*)weight.values + first * k);
     else
-        pack_panel((const float*)weight, n, k, panel * PANEL, (float*)packed + panel * PANEL * k);
+        pack_panel((const float*)from, n, k, first, (float*)weight.values + first * k);
 }
 
 // From the sums of a block of rows to y: bias, residual, soft cap, in this order.
 void finish(const Linear& job, const float* sums, long stride, long row, long rows, long column, long columns) {
     for (long r = 0; r < rows; ++r) {
         for (long c = 0; c < columns; c += LANES) {
-            long at = (row + r) * job.n + column + c, count = columns - c;
+            long at = (row + r) * job.weight->n + column + c, count = columns - c;
             vfloat v = load(sums + r * stride + c);
             if (job.bias) v += load_part(job.bias + column + c, count);
             if (job.residual) v += load_part(job.residual + at, count);
@@ -65,22 +66,23 @@ constexpr long CHUNK_PANELS = CHUNK_COLUMNS / PANEL;
 template <int PANELS, typename T>
 void linear_panels(const Linear& job, long panel, long start, long rows, const T* ahead, long pass, long passes) {
     float sums[BLOCK_ROWS * PANELS * PANEL];
-    const T* w = (const T*)job.packed + panel * PANEL * job.k;
-    long column = panel * PANEL, columns = job.n - column < PANELS * PANEL ? job.n - column : PANELS * PANEL;
+    long n = job.weight->n, k = job.weight->k;
+    const T* w = (const T*)job.weight->values + panel * PANEL * k;
+    long column = panel * PANEL, columns = n - column < PANELS * PANEL ? n - column : PANELS * PANEL;
     long bytes = CHUNK_COLUMNS * sizeof(T);
     for (long i = 0; i < blocks_of(rows); ++i, ++pass) {
         long row = start + block_start(rows, i), count = start + block_start(rows, i + 1) - row;
-        Ahead next = {(const char*)ahead + pass * (bytes * job.k / passes), bytes / passes};
-        tile_of<PANELS>(count, job.x + row * job.k, job.k, w, PANEL * job.k, job.k, sums, PANELS * PANEL, false, next);
+        Ahead next = {(const char*)ahead + pass * (bytes * k / passes), bytes / passes};
+        tile_of<PANELS>(count, job.x + row * k, k, w, PANEL * k, k, sums, PANELS * PANEL, false, next);
         finish(job, sums, PANELS * PANEL, row, count, column, columns);
     }
 }
 
 template <typename T>
 void linear_chunk(const Linear& job, long chunk) {
-    long panels = (job.n + PANEL - 1) / PANEL;
+    long panels = (job.weight->n + PANEL - 1) / PANEL;
     long first = chunk * CHUNK_PANELS, last = first + CHUNK_PANELS < panels ? first + CHUNK_PANELS : panels;
-    const T* ahead = (const T*)job.packed + last * PANEL * job.k;
+    const T* ahead = (const T*)job.weight->values + last * PANEL * job.weight->k;
     // Two panels together, while the registers last (with three bf16 rows on AVX2 they do not: 2x slower).
     constexpr long PAIRED_ROWS = LANES == 8 && sizeof(T) == 2 ? 2 : BLOCK_ROWS / 2;
     if (CHUNK_PANELS == 2 && last - first == 2 && job.rows <= PAIRED_ROWS)
@@ -94,7 +96,7 @@ void linear_chunk(const Linear& job, long chunk) {
 }
 
 void linear(const Linear& job, long chunk) {
-    job.bf16 ? linear_chunk<uint16_t>(job, chunk) : linear_chunk<float>(job, chunk);
+    job.weight->format == BFLOAT16 ? linear_chunk<uint16_t>(job, chunk) : linear_chunk<float>(job, chunk);
 }
 
 void norm_row(const float* x, Norm norm, const float* residual, float* y, long size) {

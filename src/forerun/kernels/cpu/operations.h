@@ -16,15 +16,38 @@ struct Norm {
     float epsilon;
 };
 
+enum Format : int32_t { FLOAT32 = 0, BFLOAT16 = 1 };
+
+// A packed linear layer with n outputs and k inputs.
+struct Weight {
+    const void* values;  // panels, see pack()
+    const float* bias;   // [n] or null
+    int64_t n, k;
+    int32_t format;
+};
+
 struct Linear {
-    const float* x;        // [rows, k]
-    const void* packed;    // see pack()
-    const float* bias;     // [n] or null
+    const float* x;  // [rows, k]
+    const Weight* weight;
+    const float* bias;      // [n] or null
     const float* residual;  // [rows, n] or null
-    float* y;              // [rows, n]
-    long rows, k, n;
+    float* y;               // [rows, n]
+    int64_t rows;
     float softcap;  // 0: off
-    bool bf16;
+};
+
+// What the library is asked for: y = softcap(residual + after(before(x[row_index]) W^T + bias)), all but x, W and y
+// optional. A soft cap goes with no norm after.
+struct Projection {
+    const float* x;            // [rows, k], or what row_index reaches
+    const int64_t* row_index;  // [rows] or null: row i of the work is x[row_index[i]]
+    Norm before;
+    const Weight* weight;
+    Norm after;
+    const float* residual;  // [rows, n] or null
+    float* y;               // [rows, n]
+    int64_t rows;
+    float softcap;  // 0: off
 };
 
 struct Rotation {
@@ -60,7 +83,7 @@ struct Operations {
     const char* name;
     long panel;           // columns per packed panel
     long scratch_floats;  // working memory of attend(), per thread
-    void (*pack)(const void* weight, bool bf16, long n, long k, long panel, void* packed);
+    void (*pack)(const void* from, const Weight& weight, long panel);  // fills weight.values
     void (*linear)(const Linear&, long chunk);
     void (*norm_row)(const float* x, Norm norm, const float* residual, float* y, long size);
     void (*rotate_row)(const Rotation&, long row);

@@ -1,30 +1,32 @@
 """Weights as the native kernels read them: panels of columns, in one run of memory in the order of execution."""
 
+from ctypes import byref
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from forerun.errors import EngineError
-from forerun.kernels.cpu.binding import floats, is_bf16, library
+from forerun.kernels.cpu.binding import WeightArgument, floats, is_bf16, library
 
 HUGE_PAGE = 1 << 21
 CHUNK = 32 << 20
+
+
+FLOAT32, BFLOAT16 = 0, 1  # `Format` of operations.h
 
 
 @dataclass(frozen=True)
 class PackedLinear:
     """A linear layer [rows, columns] = [out, in] in panels (see operations.cpp).
 
-    held: the panels (uint8) and the bias (float32 [out]), if any; panels_at, bias_at: where they lie.
+    argument: what the library is told about it. held: the tensors whose memory it points to.
     """
 
     rows: int
     columns: int
-    bf16: bool
-    panels_at: int
-    bias_at: int | None
-    held: tuple[Tensor, Tensor | None]
+    argument: WeightArgument
+    held: tuple[Tensor | None, ...]
 
 
 class Arena:
@@ -55,7 +57,8 @@ def pack(context: int, arena: Arena, weight: Tensor, bias: Tensor | None) -> Pac
         raise EngineError(f"a linear layer of shape {list(weight.shape)} has nothing to multiply; check the model")
     panel = library().forerun_panel(context)
     panels = arena.take(-(-rows // panel) * panel * columns * weight.itemsize)
-    library().forerun_pack(context, weight.data_ptr(), bf16, rows, columns, panels.data_ptr())
     own_bias = None if bias is None else floats(bias.to(torch.float32), rows).clone()
     bias_at = None if own_bias is None else own_bias.data_ptr()
-    return PackedLinear(rows, columns, bf16, panels.data_ptr(), bias_at, (panels, own_bias))
+    argument = WeightArgument(panels.data_ptr(), bias_at, rows, columns, BFLOAT16 if bf16 else FLOAT32)
+    library().forerun_pack(context, weight.data_ptr(), byref(argument))
+    return PackedLinear(rows, columns, argument, (panels, own_bias))

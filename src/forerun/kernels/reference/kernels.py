@@ -12,9 +12,12 @@ from forerun.kernels.base import Activation, AttentionSpec, Mixture, Norm
 from forerun.kernels.batch import TokenBatch
 from forerun.kernels.kv_store import KVStore
 from forerun.kernels.mixture import mix
+from forerun.kernels.quantized import ActivationBits, QuantizedWeight
 from forerun.kernels.reference.attention import attend
 from forerun.kernels.reference.layout import AttentionLayout, attention_layout
-from forerun.kernels.reference.tiles import PackedLinear, exactly, linear, pad_rows, padded_rows
+from forerun.kernels.reference.quantized import PackedQuantized, pack_quantized, quantized_linear
+from forerun.kernels.reference.tiles import PackedLinear, exactly, pad_rows, padded_rows
+from forerun.kernels.reference.tiles import linear as float_linear
 
 
 @dataclass(frozen=True)
@@ -45,10 +48,13 @@ class ReferenceKernels:
 
     name = "reference"
 
-    def __init__(self, device: torch.device | str = "cpu") -> None:
+    def __init__(self, device: torch.device | str = "cpu", activation_bits: ActivationBits = 16) -> None:
         self.device = torch.device(device)
+        self.activation_bits = activation_bits
 
-    def pack(self, weight: Tensor, bias: Tensor | None = None) -> PackedLinear:
+    def pack(self, weight: Tensor | QuantizedWeight, bias: Tensor | None = None) -> PackedLinear | PackedQuantized:
+        if isinstance(weight, QuantizedWeight):
+            return pack_quantized(weight, bias, self.activation_bits, self.device)
         weight = weight.to(self.device).contiguous()
         return PackedLinear(weight, None if bias is None else bias.to(self.device, torch.float32))
 
@@ -65,7 +71,7 @@ class ReferenceKernels:
     def embed(self, table: Tensor, prepared: PreparedBatch, scale: float) -> Tensor:
         return table[prepared.token_ids].float() * scale
 
-    def norm_project(self, x: Tensor, norm: Norm | None, packed: PackedLinear) -> Tensor:
+    def norm_project(self, x: Tensor, norm: Norm | None, packed: PackedLinear | PackedQuantized) -> Tensor:
         return linear(rms_norm(x, norm), packed)
 
     def rotate_and_write(
@@ -83,7 +89,9 @@ class ReferenceKernels:
     def attend(self, q: Tensor, spec: AttentionSpec, layer: int, prepared: PreparedBatch, store: KVStore) -> Tensor:
         return attend(q, store.keys[layer], store.values[layer], spec, prepared.layout(spec.window))
 
-    def project_add(self, x: Tensor, packed: PackedLinear, residual: Tensor, norm: Norm | None = None) -> Tensor:
+    def project_add(
+        self, x: Tensor, packed: PackedLinear | PackedQuantized, residual: Tensor, norm: Norm | None = None
+    ) -> Tensor:
         return residual + rms_norm(linear(x, packed), norm)
 
     def gate(self, gate_up: Tensor, activation: Activation) -> Tensor:
@@ -95,7 +103,12 @@ class ReferenceKernels:
         return mix(rms_norm(x, norm), mixture, _any_rows, partial(self.gate, activation=activation))
 
     def logits(
-        self, x: Tensor, norm: Norm, packed: PackedLinear, prepared: PreparedBatch, softcap: float | None
+        self,
+        x: Tensor,
+        norm: Norm,
+        packed: PackedLinear | PackedQuantized,
+        prepared: PreparedBatch,
+        softcap: float | None,
     ) -> Tensor:
         wanted = len(prepared.logit_rows)
         logits = linear(rms_norm(pad_rows(x[prepared.logit_rows]), norm), packed)[:wanted]
@@ -110,7 +123,12 @@ def rms_norm(x: Tensor, norm: Norm | None) -> Tensor:
     return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + norm.epsilon) * norm.weight
 
 
-def _any_rows(x: Tensor, packed: PackedLinear) -> Tensor:
+def linear(x: Tensor, packed: PackedLinear | PackedQuantized) -> Tensor:
+    """x W^T + b, float32 [rows, out], for float32 x [rows, in] with rows a multiple of ROW_TILE."""
+    return quantized_linear(x, packed) if isinstance(packed, PackedQuantized) else float_linear(x, packed)
+
+
+def _any_rows(x: Tensor, packed: PackedLinear | PackedQuantized) -> Tensor:
     """`linear` for a number of rows that need not fill tiles."""
     return linear(pad_rows(x), packed)[: len(x)]
 
