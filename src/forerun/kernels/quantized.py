@@ -51,7 +51,8 @@ class QuantizedWeight:
         if self.codes.dtype is not (torch.int8 if self.bits == 8 else torch.uint8):
             raise EngineError(f"codes of {self.bits} bits come as int8 (8) or uint8 (4), not {self.codes.dtype}")
         if self.group is None:
-            expected, kind = (rows,), torch.float32
+            expected: tuple[int, ...] = (rows,)
+            kind = torch.float32
             if self.bits == 4 or self.minima is not None:
                 raise EngineError("a weight of 4 bits, or with minima, needs a scale per group of inputs: set group")
         else:
