@@ -28,6 +28,11 @@ DTYPES = [torch.float32, torch.bfloat16]
 CPU = torch.device("cpu")
 
 
+def tolerance(kernels, dtype):
+    """Of a product of a few hundred terms of size 1. AMX has 16 of 24 bits of an activation beside bfloat16 weights."""
+    return {"rtol": 1e-5, "atol": 1e-3 if kernels.name == "amx" and dtype is torch.bfloat16 else 1e-4}
+
+
 def randn(*shape, seed=0):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
@@ -69,21 +74,21 @@ def test_product_agrees_with_double_precision(kernels, dtype, out, features):
     for rows in (1, 2, 3, 5, 6, 7, 13, 64):
         x, residual = randn(rows, features, seed=rows), randn(rows, out, seed=3)
         want = x.double() @ weight.double().T + bias.double()
-        torch.testing.assert_close(kernels.norm_project(x, None, packed).double(), want, rtol=1e-5, atol=1e-4)
+        torch.testing.assert_close(kernels.norm_project(x, None, packed).double(), want, **tolerance(kernels, dtype))
         added = kernels.project_add(x, packed, residual)
-        torch.testing.assert_close(added.double(), want + residual.double(), rtol=1e-5, atol=1e-4)
+        torch.testing.assert_close(added.double(), want + residual.double(), **tolerance(kernels, dtype))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_row_of_a_product_has_the_same_bits_in_any_company_with_any_threads_and_instructions(dtype):
-    """One chain of fused multiply-adds per element: not even the instruction set shows."""
+    """One chain of fused multiply-adds per element: not even the instruction set shows, but for bfloat16 on AMX."""
     for out, features in ((1, 8), (33, 40), (100, 64), (577, 131)):
         weight, bias, x = randn(out, features).to(dtype), randn(out), randn(64, features, seed=5)
-        alone = None
+        first = {}
         for kernels in KERNELS:
             packed = kernels.pack(weight, bias)
             mine = torch.cat([kernels.norm_project(row[None], None, packed) for row in x])
-            alone = mine if alone is None else alone
+            alone = first.setdefault(kernels.name == "amx" and dtype is torch.bfloat16, mine)
             assert torch.equal(mine, alone)
             for rows in range(1, 65):
                 start = (rows * 7) % (65 - rows)
@@ -106,7 +111,8 @@ def test_many_weights_share_the_arena_without_touching_each_other():
     packed = [kernels.pack(weight) for weight in weights]
     for weight, own in zip(weights, packed, strict=True):
         x = randn(3, weight.shape[1])
-        torch.testing.assert_close(kernels.norm_project(x, None, own), x @ weight.float().T, rtol=1e-4, atol=1e-4)
+        want = x @ weight.float().T
+        torch.testing.assert_close(kernels.norm_project(x, None, own), want, **tolerance(kernels, torch.bfloat16))
 
 
 # Norms and other operations on rows
@@ -167,7 +173,7 @@ def test_logits_of_the_wanted_rows_in_their_order(kernels, dtype, softcap):
     got = kernels.logits(x, norm, packed, prepared, softcap)
     want = norm_in_double(x[[11, 0, 5, 5]], norm) @ weight.double().T
     want = want if softcap is None else torch.tanh(want / softcap) * softcap
-    torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=2e-5)
+    torch.testing.assert_close(got.double(), want, **tolerance(kernels, dtype))
     none = batch_of([(range(12), range(12), 0, 0)], range(12), range(12), logit_rows=[])
     assert kernels.logits(x, norm, packed, kernels.prepare(none, prepared.store, []), softcap).shape == (0, 77)
 

@@ -18,8 +18,8 @@ from forerun.errors import ConfigError, EngineError
 from forerun.kernels.base import Norm
 from forerun.kernels.batch import IntArray
 
-LIBRARY = Path(__file__).with_name("libforerun_cpu.so")
-INSTRUCTION_SETS = ("avx2", "avx512")  # from plain to best; the library knows them by index
+LIBRARY = Path(os.environ.get("FORERUN_CPU_LIBRARY") or Path(__file__).with_name("libforerun_cpu.so"))  # tests set it
+INSTRUCTION_SETS = ("avx2", "avx512", "amx")  # from plain to best; the library knows them by index
 VARIABLE = "FORERUN_CPU_ISA"
 
 
@@ -35,10 +35,15 @@ class WeightArgument(ctypes.Structure):
     _fields_ = (
         ("values", c_void_p),
         ("bias", c_void_p),
-        ("n", c_int64),
-        ("k", c_int64),
-        ("format", c_int32),
+        *((name, c_int64) for name in ("n", "k")),
+        *((name, c_int32) for name in ("format", "group", "zero", "minima", "activation_bits")),
     )
+
+
+class SourceArgument(ctypes.Structure):
+    """`Source` of operations.h."""
+
+    _fields_ = tuple((name, c_void_p) for name in ("values", "scales", "minima"))
 
 
 class ProjectionArgument(ctypes.Structure):
@@ -85,9 +90,9 @@ _FUNCTIONS: dict[str, tuple[object, Sequence[object]]] = {
     "forerun_supported": (c_int, ()),
     "forerun_create": (c_void_p, (c_int, c_int)),
     "forerun_destroy": (None, (c_void_p,)),
-    "forerun_panel": (c_long, (c_void_p,)),
+    "forerun_packed_bytes": (c_int64, (c_void_p, POINTER(WeightArgument))),
     "forerun_huge_pages": (None, (c_void_p, c_long)),
-    "forerun_pack": (None, (c_void_p, c_void_p, POINTER(WeightArgument))),
+    "forerun_pack": (None, (c_void_p, POINTER(SourceArgument), POINTER(WeightArgument))),
     "forerun_linear": (c_int, (c_void_p, POINTER(ProjectionArgument))),
     "forerun_norm": (None, (c_void_p, c_void_p, c_long, c_long, c_void_p, c_float, c_void_p)),
     "forerun_rotate": (None, (c_void_p, POINTER(RotationArgument), c_long)),

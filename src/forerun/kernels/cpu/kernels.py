@@ -24,10 +24,10 @@ from forerun.kernels.cpu.binding import (
     norm_argument,
 )
 from forerun.kernels.cpu.prepared import PreparedBatch, StoreLayout, prepare
-from forerun.kernels.cpu.weights import Arena, PackedLinear, pack
+from forerun.kernels.cpu.weights import PackedLinear, Packer
 from forerun.kernels.kv_store import KVStore
 from forerun.kernels.mixture import mix
-from forerun.kernels.quantized import QuantizedWeight
+from forerun.kernels.quantized import ActivationBits, QuantizedWeight
 from forerun.kernels.reference import ReferenceKernels
 from forerun.kernels.reference.tiles import pad_rows
 
@@ -63,20 +63,18 @@ def unavailable_reason() -> str | None:
 class CpuKernels:
     """Native kernels of one instruction set. Every method's meaning is said in `base.Kernels`."""
 
-    def __init__(self, isa: str, threads: int | None = None) -> None:
+    def __init__(self, isa: str, threads: int | None = None, activation_bits: ActivationBits = 16) -> None:
         threads = torch.get_num_threads() if threads is None else threads
         if threads < 1:
             raise ConfigError(f"threads is {threads}; at least 1 is needed")
-        self.name, self.threads = isa, threads
+        self.name, self.threads, self.activation_bits = isa, threads, activation_bits
         self._context = binding.context(isa, threads)
         self._library = binding.library()
-        self._arena = Arena()
+        self._packer = Packer(self._context, activation_bits)
         self._reference = ReferenceKernels("cpu")
 
     def pack(self, weight: Tensor | QuantizedWeight, bias: Tensor | None = None) -> PackedLinear:
-        if isinstance(weight, QuantizedWeight):
-            raise EngineError("quantised weights are not packed natively yet")
-        return pack(self._context, self._arena, weight, bias)
+        return self._packer.pack(weight, bias)
 
     def prepare(self, batch: TokenBatch, store: KVStore, rotary: Sequence[tuple[Tensor, Tensor]]) -> PreparedBatch:
         return prepare(batch, store, rotary)

@@ -1,6 +1,9 @@
 // The C interface of the library: raw pointers in, nothing thrown out. Sizes are checked by the caller (binding.py).
 // This file runs on any x86-64 machine and chooses the operations that the machine at hand can execute.
+#include <cpuid.h>
 #include <sys/mman.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 
 #include <cstdlib>
 #include <mutex>
@@ -49,26 +52,54 @@ void for_rows(Context& context, long rows, const Work& work) {
     });
 }
 
-// Null-safe parts of the work are in this order: norm before, product, bias, norm after, residual, soft cap.
+// Working memory of a projection, side by side.
+struct Workspace {
+    float *rows = nullptr, *sums = nullptr;  // rows that were gathered or normed; products that a norm follows
+    Activations activations{};
+
+    static constexpr long BLOCK = 128;
+    static long rounded(long bytes) { return (bytes + BLOCK - 1) / BLOCK * BLOCK; }
+
+    // False when memory is short.
+    bool take(Context& context, const Projection& job, bool copies) {
+        const Weight& weight = *job.weight;
+        long code_bytes = context.operations->code_bytes(weight), sum_count = code_bytes ? weight.k / 32 + 2 : 0;
+        long parts[] = {copies ? job.rows * weight.k * 4 : 0, job.after.weight ? job.rows * weight.n * 4 : 0,
+                        job.rows * code_bytes, job.rows * sum_count * 4, code_bytes ? job.rows * 4 : 0};
+        long total = BLOCK;
+        for (long part : parts) total += rounded(part);
+        char* at = (char*)context.memory(total / sizeof(float));
+        if (!at) return false;
+        void* places[5];
+        for (int i = 0; i < 5; at += rounded(parts[i++])) places[i] = at;
+        rows = (float*)places[0], sums = (float*)places[1];
+        activations = {(int8_t*)(code_bytes ? places[2] : nullptr), (int32_t*)places[3], (float*)places[4]};
+        return true;
+    }
+};
+
+// False when memory is short.
 bool project(Context& context, const Projection& job) {
     const Operations& operations = *context.operations;
-    long rows = job.rows, k = job.weight->k, n = job.weight->n;
+    const Weight& weight = *job.weight;
+    long rows = job.rows, k = weight.k, n = weight.n;
+    if (!rows) return true;
     bool copies = job.before.weight || job.row_index, after = job.after.weight;
-    float* memory = context.memory((copies ? rows * k : 0) + (after ? rows * n : 0) + 1);
-    if (!memory) return false;
-    const float* x = job.x;
-    float* sums = after ? memory + (copies ? rows * k : 0) : job.y;
-    if (copies) {
+    Workspace space;
+    if (!space.take(context, job, copies)) return false;
+    const float* x = copies ? space.rows : job.x;
+    if (copies || space.activations.codes)
         for_rows(context, rows, [&](long row) {
-            const float* from = x + (job.row_index ? job.row_index[row] : row) * k;
+            const float* from = job.x + (job.row_index ? job.row_index[row] : row) * k;
             if (job.before.weight)
-                operations.norm_row(from, job.before, nullptr, memory + row * k, k);
-            else
-                operations.embed_row(from, false, 1.0f, memory + row * k, k);
+                operations.norm_row(from, job.before, nullptr, space.rows + row * k, k);
+            else if (copies)
+                operations.embed_row(from, false, 1.0f, space.rows + row * k, k);
+            if (space.activations.codes) operations.encode_row(weight, x + row * k, space.activations, row);
         });
-        x = memory;
-    }
-    Linear linear = {x, job.weight, job.weight->bias, after ? nullptr : job.residual, sums, rows, job.softcap};
+    float* sums = after ? space.sums : job.y;
+    Linear linear = {x,    space.activations, &weight, weight.bias, after ? nullptr : job.residual,
+                     sums, rows,              job.softcap};
     context.pool.run((n + CHUNK_COLUMNS - 1) / CHUNK_COLUMNS,
                      [&](long chunk, int) { operations.linear(linear, chunk); });
     if (after)
@@ -79,21 +110,41 @@ bool project(Context& context, const Projection& job) {
     return true;
 }
 
+// In a build for tests AVX2 stands in for what the machine lacks (see simd.h and amx.h).
+#ifdef FORERUN_EMULATE
+constexpr bool EMULATED = true;
+#else
+constexpr bool EMULATED = false;
+#endif
+
+// Whether the processor has tiles for bytes and bfloat16, and the system lets this process use them.
+bool tiles_permitted() {
+    unsigned a, b, c, d;
+    constexpr unsigned TILES = 1u << 24, BYTES = 1u << 25, BFLOAT16_PAIRS = 1u << 22, ALL = TILES | BYTES | BFLOAT16_PAIRS;
+    if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || (d & ALL) != ALL) return false;
+    constexpr long REQUEST_PERMISSION = 0x1023, TILE_DATA = 18;  // arch_prctl(ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA)
+    return syscall(SYS_arch_prctl, REQUEST_PERMISSION, TILE_DATA) == 0;
+}
+
 }  // namespace
 
 extern "C" {
 
-// Bit 0: AVX2 with FMA, bit 1: AVX-512F. The compiler's run-time library also asks whether the system saves the registers.
+// Bit i: the machine can execute instruction set i of these: AVX2 (with FMA and F16C), AVX-512 (with VNNI), AMX.
 __attribute__((visibility("default"))) int forerun_supported() {
     __builtin_cpu_init();
-    bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
-    return avx2 + 2 * (avx2 && __builtin_cpu_supports("avx512f"));
+    bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+    bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                  __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
+                  __builtin_cpu_supports("avx512vnni");
+    return (avx2 || EMULATED) + 2 * (avx512 || EMULATED) + 4 * (EMULATED || (avx512 && tiles_permitted()));
 }
 
-// isa: 0 AVX2, 1 AVX-512. Null when memory or threads are short.
+// isa: as in forerun_supported(). Null when memory or threads are short.
 __attribute__((visibility("default"))) void* forerun_create(int isa, int threads) {
+    const Operations* operations[] = {avx2_operations(), avx512_operations(), amx_operations()};
     try {
-        return new Context(isa ? avx512_operations() : avx2_operations(), threads);
+        return new Context(operations[isa], threads);
     } catch (...) {
         return nullptr;
     }
@@ -101,8 +152,9 @@ __attribute__((visibility("default"))) void* forerun_create(int isa, int threads
 
 __attribute__((visibility("default"))) void forerun_destroy(void* context) { delete (Context*)context; }
 
-__attribute__((visibility("default"))) long forerun_panel(void* context) {
-    return ((Context*)context)->operations->panel;
+// Memory that the packed values of a weight take; its other fields must be set.
+__attribute__((visibility("default"))) int64_t forerun_packed_bytes(void* context, const Weight* weight) {
+    return ((Context*)context)->operations->packed_bytes(*weight);
 }
 
 // Ask for huge pages, so that prefetching does not wait for page tables. (No gain was measured on Zen 3; harmless.)
@@ -112,12 +164,11 @@ __attribute__((visibility("default"))) void forerun_huge_pages(void* at, long by
 #endif
 }
 
-__attribute__((visibility("default"))) void forerun_pack(void* self, const void* from, const Weight* weight) {
+__attribute__((visibility("default"))) void forerun_pack(void* self, const Source* from, const Weight* weight) {
     Context& context = *(Context*)self;
     std::lock_guard<std::mutex> lock(context.busy);
-    const Operations& operations = *context.operations;
-    long panels = (weight->n + operations.panel - 1) / operations.panel;
-    context.pool.run(panels, [&](long panel, int) { operations.pack(from, *weight, panel); });
+    context.pool.run((weight->n + CHUNK_COLUMNS - 1) / CHUNK_COLUMNS,
+                     [&](long chunk, int) { context.operations->pack(*from, *weight, chunk); });
 }
 
 __attribute__((visibility("default"))) int forerun_linear(void* self, const Projection* job) {

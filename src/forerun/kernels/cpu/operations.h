@@ -16,18 +16,35 @@ struct Norm {
     float epsilon;
 };
 
-enum Format : int32_t { FLOAT32 = 0, BFLOAT16 = 1 };
+// What a weight's values are. The meaning of the quantised ones is said in kernels/quantized.py.
+enum Format : int32_t { FLOAT32 = 0, BFLOAT16 = 1, INT8 = 2, INT8_GROUPS = 3, INT4_GROUPS = 4 };
 
 // A packed linear layer with n outputs and k inputs.
 struct Weight {
-    const void* values;  // panels, see pack()
+    const void* values;  // panels, see pack.h
     const float* bias;   // [n] or null
     int64_t n, k;
     int32_t format;
+    int32_t group, zero, minima;   // of formats with groups: inputs in a group, code of zero, whether there are minima
+    int32_t activation_bits;       // of quantised formats: 8 or 16
+};
+
+// What pack() reads: values [n, k] in their format (codes a byte each), scales and minima as in kernels/quantized.py.
+struct Source {
+    const void *values, *scales, *minima;
+};
+
+// Rows of activations as a product wants them: codes [rows][planes][padded k], sums [rows][padded k / 32] over each 32 of
+// the codes, scales [rows]. Unused (codes null) where the product takes the floats themselves.
+struct Activations {
+    int8_t* codes;
+    int32_t* sums;
+    float* scales;
 };
 
 struct Linear {
     const float* x;  // [rows, k]
+    Activations activations;
     const Weight* weight;
     const float* bias;      // [n] or null
     const float* residual;  // [rows, n] or null
@@ -81,9 +98,11 @@ struct Attention {
 
 struct Operations {
     const char* name;
-    long panel;           // columns per packed panel
     long scratch_floats;  // working memory of attend(), per thread
-    void (*pack)(const void* from, const Weight& weight, long panel);  // fills weight.values
+    long (*packed_bytes)(const Weight&);
+    void (*pack)(const Source& from, const Weight& weight, long chunk);  // fills the chunk's part of weight.values
+    long (*code_bytes)(const Weight&);  // of one row's codes; 0 if the product takes floats
+    void (*encode_row)(const Weight&, const float* x, const Activations&, long row);
     void (*linear)(const Linear&, long chunk);
     void (*norm_row)(const float* x, Norm norm, const float* residual, float* y, long size);
     void (*rotate_row)(const Rotation&, long row);
@@ -94,5 +113,6 @@ struct Operations {
 
 const Operations* avx2_operations();
 const Operations* avx512_operations();
+const Operations* amx_operations();
 
 }  // namespace forerun

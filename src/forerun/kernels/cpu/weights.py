@@ -7,13 +7,15 @@ import torch
 from torch import Tensor
 
 from forerun.errors import EngineError
-from forerun.kernels.cpu.binding import WeightArgument, floats, is_bf16, library
+from forerun.kernels.cpu.binding import SourceArgument, WeightArgument, floats, is_bf16, library
+from forerun.kernels.quantized import ActivationBits, QuantizedWeight
 
+MOST_QUANTIZED_INPUTS = 1 << 16
 HUGE_PAGE = 1 << 21
 CHUNK = 32 << 20
 
 
-FLOAT32, BFLOAT16 = 0, 1  # `Format` of operations.h
+FLOAT32, BFLOAT16, INT8, INT8_GROUPS, INT4_GROUPS = range(5)  # `Format` of operations.h
 
 
 @dataclass(frozen=True)
@@ -48,17 +50,48 @@ class Arena:
         return self._piece[self._used - size : self._used]
 
 
-def pack(context: int, arena: Arena, weight: Tensor, bias: Tensor | None) -> PackedLinear:
-    """Copy weight [out, in] into panels. Raises EngineError for another type than float32 or bfloat16."""
-    weight = weight.contiguous()
-    bf16 = is_bf16(weight, 2)
-    rows, columns = weight.shape
-    if not rows or not columns:
-        raise EngineError(f"a linear layer of shape {list(weight.shape)} has nothing to multiply; check the model")
-    panel = library().forerun_panel(context)
-    panels = arena.take(-(-rows // panel) * panel * columns * weight.itemsize)
-    own_bias = None if bias is None else floats(bias.to(torch.float32), rows).clone()
-    bias_at = None if own_bias is None else own_bias.data_ptr()
-    argument = WeightArgument(panels.data_ptr(), bias_at, rows, columns, BFLOAT16 if bf16 else FLOAT32)
-    library().forerun_pack(context, weight.data_ptr(), byref(argument))
-    return PackedLinear(rows, columns, argument, (panels, own_bias))
+class Packer:
+    """Lays weights out for one instruction set.
+
+    activation_bits: of the activations that quantised weights are multiplied with, 8 or 16.
+    """
+
+    def __init__(self, context: int, activation_bits: ActivationBits) -> None:
+        self._context = context
+        self._activation_bits = activation_bits
+        self._arena = Arena()
+
+    def pack(self, weight: Tensor | QuantizedWeight, bias: Tensor | None) -> PackedLinear:
+        """Copy a weight [out, in] into panels. Raises EngineError for a type or shape that cannot be packed."""
+        rows, columns = weight.shape
+        if not rows or not columns:
+            raise EngineError(f"a linear layer of shape {[rows, columns]} has nothing to multiply; check the model")
+        own_bias = None if bias is None else floats(bias.to(torch.float32), rows).clone()
+        argument = WeightArgument(bias=None if own_bias is None else own_bias.data_ptr(), n=rows, k=columns)
+        if isinstance(weight, QuantizedWeight):
+            sources = self._describe_quantized(weight, argument)
+        else:
+            sources = [weight.contiguous()]
+            argument.format = BFLOAT16 if is_bf16(sources[0], 2) else FLOAT32
+        panels = self._arena.take(library().forerun_packed_bytes(self._context, byref(argument)))
+        argument.values = panels.data_ptr()
+        source = SourceArgument(*(part.data_ptr() for part in sources))
+        library().forerun_pack(self._context, byref(source), byref(argument))
+        return PackedLinear(rows, columns, argument, (panels, own_bias))
+
+    def _describe_quantized(self, weight: QuantizedWeight, argument: WeightArgument) -> list[Tensor]:
+        """Fill in what is particular to quantised weights; returns codes, scales and minima (if any) to pack."""
+        columns = weight.shape[1]
+        if columns > MOST_QUANTIZED_INPUTS:
+            raise EngineError(
+                f"a quantised layer has {columns} inputs, more than {MOST_QUANTIZED_INPUTS}, whose sums of products "
+                "could overflow; load it as bf16"
+            )
+        argument.activation_bits = self._activation_bits
+        argument.format = INT8 if weight.group is None else INT8_GROUPS if weight.bits == 8 else INT4_GROUPS
+        argument.group, argument.zero = weight.group or 0, weight.zero
+        argument.minima = weight.minima is not None
+        parts = [part for part in (weight.codes, weight.scales, weight.minima) if part is not None]
+        if not all(part.is_cpu for part in parts):
+            raise EngineError("a quantised weight must lie on the cpu to be packed there; move it with .to('cpu')")
+        return [part.contiguous() for part in parts]

@@ -61,9 +61,10 @@ def quantize_rows(x: Tensor, levels: int) -> tuple[Tensor, Tensor]:
     empty = largest < torch.finfo(torch.float32).tiny * levels
     finite = x.isfinite().all(-1)
     usable = torch.where(finite & ~empty, largest, 1.0)
-    factor = levels / usable
+    most = torch.full_like(usable, levels)  # a tensor: torch would multiply by the reciprocal of a number
+    factor = most / usable
     codes = torch.where((finite & ~empty)[:, None], torch.round(x * factor[:, None]), 0.0)
-    scale = torch.where(finite, torch.where(empty, 0.0, largest / levels), torch.nan)
+    scale = torch.where(finite, torch.where(empty, 0.0, largest / most), torch.nan)
     return codes.double(), scale
 
 
