@@ -1,5 +1,6 @@
 """Weights as the native kernels read them: panels of columns, in one run of memory in the order of execution."""
 
+from collections.abc import Sequence
 from ctypes import byref
 from dataclasses import dataclass
 
@@ -62,3 +63,20 @@ def pack(context: int, arena: Arena, weight: Tensor, bias: Tensor | None) -> Pac
     argument = WeightArgument(panels.data_ptr(), bias_at, rows, columns, BFLOAT16 if bf16 else FLOAT32)
     library().forerun_pack(context, weight.data_ptr(), byref(argument))
     return PackedLinear(rows, columns, argument, (panels, own_bias))
+
+
+def memory_runs(packed: Sequence[PackedLinear]) -> list[tuple[int, int]]:
+    """Where the memory of these weights lies: (address, bytes), what lies side by side as one run, no byte twice.
+
+    Runs of less than a thousandth of the whole (biases) are left out: going to them costs more than reading them.
+    """
+    places = {(held.data_ptr(), held.nbytes) for linear in packed for held in linear.held if held is not None}
+    runs: list[tuple[int, int]] = []
+    for at, size in sorted(places):
+        start, length = runs[-1] if runs else (0, 0)
+        if start + length == at:
+            runs[-1] = (start, length + size)
+        else:
+            runs.append((at, size))
+    whole = sum(size for _, size in runs)
+    return [(at, size) for at, size in runs if size * 1000 >= whole]
