@@ -119,6 +119,6 @@ class Kernels(Protocol):
     def weight_reader(self, packed: Sequence[Any]) -> Callable[[], int]:
         """A function that reads the memory of these weights once and returns how many bytes it read.
 
-        It is the measure of what a step costs: no step that uses the weights can be faster than reading them.
+        It is the measure of what a step costs: no step that uses them all can be faster.
         """
         ...
