@@ -102,11 +102,20 @@ def test_repeated_prompts_are_pointed_out(run: Run, workload: Path) -> None:
         (["--concurrency", "64"], "more than batching.max_batch (32)"),
         (["--workload", "none.jsonl"], "cannot read the workload none.jsonl"),
         (["--json", "no/such/folder/report.json"], "cannot write the report"),
+        (["--context", "100"], "--context: no effect without --kernels"),
+        (["--rounds", "3"], "--rounds: no effect without --kernels"),
+        (["--kernels", "--json", "no/such/folder/report.json"], "cannot write the report"),
+        (["--kernels", "--context", "0"], "--context is 0; it must be at least 1"),
+        (["--kernels", "--rounds", "0"], "--rounds is 0; it must be at least 1"),
+        (["--kernels", "--precision", "fp7"], "precision is 'fp7'"),
+        (["--kernels", "--limit", "3", "--top-k", "5"], "--limit, --top-k: no effect with --kernels"),
+        (["--kernels", "--workload", "none.jsonl"], "--workload: no effect with --kernels"),
     ],
 )
 def test_impossible_wishes_are_refused_before_a_model_is_loaded(
-    run: Run, loaded: list[Any], words: list[str], message: str
+    run: Run, loaded: list[Any], words: list[str], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(sys.modules["forerun.cli.bench"], "load_target", loaded.append)
     result = run("bench", *words)
     assert result.exit_code == 2
     assert message in result.stderr

@@ -64,6 +64,24 @@ def test_bench_measures_both_ways_and_writes_its_report(model, tmp_path):
     assert task["speculative"]["tokens_per_s"] > 0
 
 
+def test_bench_measures_the_kernels_and_writes_its_report(model, tmp_path):
+    out = tmp_path / "out.json"
+    words = ["bench", "--kernels", "-m", model, "--precision", "fp32", "--context", "64", "--rounds", "1"]
+    result = RUNNER.invoke(app, [*words, "--json", str(out)])
+    assert result.exit_code == 0, result.output
+    report = json.loads(out.read_text())
+    rows = ["1", "2", "4", "8", "16", "32", "64"]
+    assert (report["precision"], list(report["step_ms"]), list(report["linear_ms"])) == ("fp32", rows, rows)
+    assert "prefill" in result.stdout
+    assert list(report) == list(json.loads(RUNNER.invoke(app, [*words, "--json", "-"]).stdout))
+
+
+def test_bench_refuses_a_context_that_the_model_does_not_have(model):
+    result = RUNNER.invoke(app, ["bench", "--kernels", "-m", model, "--context", "250"])
+    assert result.exit_code == 2
+    assert "--context is 250; at most 192" in result.stderr
+
+
 def test_chat_answers_lines_from_standard_input(model):
     result = RUNNER.invoke(app, ["chat", "-m", model, "--max-tokens", "8"], input="one two\nthree\n/quit\n")
     assert result.exit_code == 0, result.output

@@ -233,7 +233,7 @@ def test_a_token_that_the_draft_does_not_know_ends_drafting_for_that_request_alo
 
 def test_unusable_logits_are_an_error_and_not_a_guess() -> None:
     broken = tiny_decoder()
-    broken._final_norm.weight.fill_(torch.nan)
+    broken.final_norm.weight.fill_(torch.nan)
     with pytest.raises(Exception, match="logit"):
         drafter_of(broken).propose([context([1, 2, 3])], CHAIN)
 

@@ -17,6 +17,7 @@ from forerun.errors import ConfigError, EngineError
 from forerun.kernels.base import AttentionSpec, Mixture, Norm
 from forerun.kernels.batch import AttentionPath, TokenBatch
 from forerun.kernels.cpu import CpuKernels, binding, load_cpu_kernels, unavailable_reason
+from forerun.kernels.cpu.weights import memory_runs
 from forerun.kernels.kv_store import KVStore
 from forerun.kernels.reference import ReferenceKernels
 
@@ -487,3 +488,23 @@ def test_exponential_of_the_library_is_within_two_units_in_the_last_place():
     want = x.double() * torch.exp(x.double())
     assert float(((got - want) / want).abs().max()) < 3 * 2**-23
     assert math.isfinite(float(got.abs().max()))
+
+
+# Reading the weights
+
+
+@each
+@pytest.mark.parametrize("size", [0, 8, 63, 64, 1000, 4096 + 24, 1 << 20, (1 << 22) + 520])
+def test_reading_memory_takes_in_every_word(kernels, size):
+    memory = np.random.default_rng(0).integers(0, 256, size, np.uint8)
+    words = memory[: size // 8 * 8].view(np.int64)
+    assert binding.library().forerun_read(kernels._context, memory.ctypes.data, size) == words.sum()
+
+
+@each
+def test_weights_side_by_side_are_read_as_one_run_and_none_twice(kernels):
+    kernels = CpuKernels(kernels.name, kernels.threads)
+    packed = [kernels.pack(randn(64, 48, seed=seed), randn(64)) for seed in range(3)]
+    runs = memory_runs([*packed, packed[0]])
+    assert [size for _, size in runs if size > 1000] == [3 * 64 * 48 * 4]
+    assert kernels.weight_reader(packed)() == sum(size for _, size in runs)

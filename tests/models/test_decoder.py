@@ -114,7 +114,7 @@ def test_weights_are_converted_to_the_dtype_asked_for(stored):
 
 def test_tied_embeddings_are_not_held_twice():
     decoder = tiny_decoder("llama", tie_word_embeddings=True, kernels=ReferenceKernels())
-    assert decoder._lm_head.weight.data_ptr() == decoder._embedding.data_ptr()
+    assert decoder.lm_head.weight.data_ptr() == decoder._embedding.data_ptr()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

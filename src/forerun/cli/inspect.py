@@ -9,9 +9,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from forerun.cli.loading import set_log_level
+from forerun.cli.loading import load_target, set_log_level
 from forerun.cli.options import CommandLine, with_options
-from forerun.config import EngineConfig
 
 if TYPE_CHECKING:
     from forerun.models.loader import LoadedModel
@@ -35,15 +34,6 @@ def inspect(
     console.print(_table(("model", ""), [(name, _show(name, value)) for name, value in described.items()]))
     rows = [(path, _show(path, one["value"]), str(one["origin"])) for path, one in settings.items()]
     console.print(_table(("setting", "value", "set by"), rows))
-
-
-def load_target(config: EngineConfig) -> "LoadedModel":
-    """The target alone: no cache, no drafters."""
-    from forerun.models.loader import load_model
-
-    return load_model(
-        config.model, precision=config.precision, device=config.device, context_length=config.context_length
-    )
 
 
 def describe(model: "LoadedModel") -> dict[str, Any]:

@@ -9,6 +9,7 @@ from forerun.config import EngineConfig
 
 if TYPE_CHECKING:
     from forerun.engine.llm import LLM
+    from forerun.models.loader import LoadedModel
 
 
 def set_log_level(level: str) -> None:
@@ -25,3 +26,16 @@ def load_llm(config: EngineConfig) -> "LLM":
     for drafter, reason in llm.missing_drafters.items():
         typer.echo(f"warning: the drafter {drafter!r} is off: {reason}", err=True)
     return llm
+
+
+def load_target(config: EngineConfig) -> "LoadedModel":
+    """The target alone: no cache, no drafters."""
+    import torch
+
+    from forerun.models.loader import load_model
+
+    if config.threads is not None:
+        torch.set_num_threads(config.threads)
+    return load_model(
+        config.model, precision=config.precision, device=config.device, context_length=config.context_length
+    )

@@ -5,7 +5,7 @@ float32. Promise of every implementation: a row's result does not depend on the 
 row's place, bit for bit.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -114,4 +114,11 @@ class Kernels(Protocol):
 
     def logits(self, x: Tensor, norm: Norm, packed: Any, prepared: Any, softcap: float | None) -> Tensor:
         """Logits of the batch's `logit_rows`: float32 [wanted, vocabulary], padding removed."""
+        ...
+
+    def weight_reader(self, packed: Sequence[Any]) -> Callable[[], int]:
+        """A function that reads the memory of these weights once and returns how many bytes it read.
+
+        It is the measure of what a step costs: no step that uses them all can be faster.
+        """
         ...

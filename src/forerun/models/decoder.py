@@ -53,6 +53,8 @@ class Decoder:
     not kept, so that it may be a file that is read lazily. dtype: of weights and cache, float32 or bfloat16.
     context_length: positions to provide for, at most (and if None) as many as the architecture allows.
 
+    layers, final_norm, lm_head: its packed parts, for reading.
+
     Raises WeightsError for a missing or wrongly shaped tensor, ConfigError for another dtype.
     """
 
@@ -74,10 +76,10 @@ class Decoder:
         self._context = min(context_length or architecture.context_limit, architecture.context_limit)
         packer = _Packer(architecture, Weights(tensors, architecture), kernels, dtype, self.device)
         self._embedding = packer.matrix(EMBEDDING)
-        self._layers = [packer.layer(number) for number in range(len(architecture.layers))]
-        self._final_norm = packer.norm(FINAL_NORM)
+        self.layers = [packer.layer(number) for number in range(len(architecture.layers))]
+        self.final_norm = packer.norm(FINAL_NORM)
         tied = architecture.tied_embeddings
-        self._lm_head = kernels.pack(self._embedding if tied else packer.matrix(f"{LM_HEAD}.weight"))
+        self.lm_head = kernels.pack(self._embedding if tied else packer.matrix(f"{LM_HEAD}.weight"))
         self._rotary = [
             (cos.to(self.device), sin.to(self.device))
             for cos, sin in (rotary_table(rotary, self._context) for rotary in architecture.rotaries)
@@ -113,7 +115,7 @@ class Decoder:
         kernels, architecture = self.kernels, self.architecture
         prepared = kernels.prepare(batch, store, self._rotary)
         x = kernels.embed(self._embedding, prepared, architecture.embedding_scale)
-        for number, layer in enumerate(self._layers):
+        for number, layer in enumerate(self.layers):
             qkv = kernels.norm_project(x, layer.attention_norm, layer.qkv)
             q = kernels.rotate_and_write(qkv, layer.attention, number, prepared, store)
             attended = kernels.attend(q, layer.attention, number, prepared, store)
@@ -125,7 +127,7 @@ class Decoder:
                 x = x + kernels.mixture(x, layer.mlp_norm, layer.mixture, architecture.activation)
         if not len(batch.logit_rows):
             return x.new_empty(0, architecture.vocab_size)
-        return kernels.logits(x, self._final_norm, self._lm_head, prepared, architecture.logit_softcap)
+        return kernels.logits(x, self.final_norm, self.lm_head, prepared, architecture.logit_softcap)
 
 
 @dataclass(frozen=True)

@@ -99,6 +99,7 @@ _FUNCTIONS: dict[str, tuple[object, Sequence[object]]] = {
     "forerun_attend": (c_int, (c_void_p, POINTER(AttentionArgument), c_void_p, c_long)),
     "forerun_gate": (None, (c_void_p, c_void_p, c_long, c_long, c_int, c_void_p)),
     "forerun_embed": (None, (c_void_p, c_void_p, c_int, c_void_p, c_long, c_long, c_float, c_void_p)),
+    "forerun_read": (c_int64, (c_void_p, c_void_p, c_long)),
 }
 
 

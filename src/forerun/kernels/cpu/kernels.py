@@ -3,7 +3,7 @@
 Rows are never padded here: the native operations keep a row's bits whatever the number of rows.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from ctypes import byref, pointer
 from functools import partial
 
@@ -24,7 +24,7 @@ from forerun.kernels.cpu.binding import (
     norm_argument,
 )
 from forerun.kernels.cpu.prepared import PreparedBatch, StoreLayout, prepare
-from forerun.kernels.cpu.weights import PackedLinear, Packer
+from forerun.kernels.cpu.weights import PackedLinear, Packer, memory_runs
 from forerun.kernels.kv_store import KVStore
 from forerun.kernels.mixture import mix
 from forerun.kernels.quantized import ActivationBits, QuantizedWeight
@@ -147,6 +147,16 @@ class CpuKernels:
     ) -> Tensor:
         x = floats(x, prepared.rows, packed.columns)
         return self._linear(x, packed, before=norm, index=prepared.logit_rows, softcap=softcap)
+
+    def weight_reader(self, packed: Sequence[PackedLinear]) -> Callable[[], int]:
+        runs = memory_runs(packed)
+
+        def read() -> int:
+            for at, size in runs:
+                self._library.forerun_read(self._context, at, size)
+            return sum(size for _, size in runs)
+
+        return read
 
     def _norm(self, x: Tensor, norm: Norm | None) -> Tensor:
         if norm is None:

@@ -1,5 +1,6 @@
 """Weights as the native kernels read them: panels of columns, in one run of memory in the order of execution."""
 
+from collections.abc import Sequence
 from ctypes import byref
 from dataclasses import dataclass
 
@@ -95,3 +96,20 @@ class Packer:
         if not all(part.is_cpu for part in parts):
             raise EngineError("a quantised weight must lie on the cpu to be packed there; move it with .to('cpu')")
         return [part.contiguous() for part in parts]
+
+
+def memory_runs(packed: Sequence[PackedLinear]) -> list[tuple[int, int]]:
+    """Where the memory of these weights lies: (address, bytes), what lies side by side as one run, no byte twice.
+
+    Runs of less than a thousandth of the whole (biases) are left out: going to them costs more than reading them.
+    """
+    places = {(held.data_ptr(), held.nbytes) for linear in packed for held in linear.held if held is not None}
+    runs: list[tuple[int, int]] = []
+    for at, size in sorted(places):
+        start, length = runs[-1] if runs else (0, 0)
+        if start + length == at:
+            runs[-1] = (start, length + size)
+        else:
+            runs.append((at, size))
+    whole = sum(size for _, size in runs)
+    return [(at, size) for at, size in runs if size * 1000 >= whole]

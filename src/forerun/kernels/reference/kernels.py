@@ -1,8 +1,9 @@
 """The reference implementation of `base.Kernels`: short, on any torch device, exact in the sense of promise 1."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -113,6 +114,17 @@ class ReferenceKernels:
         wanted = len(prepared.logit_rows)
         logits = linear(rms_norm(pad_rows(x[prepared.logit_rows]), norm), packed)[:wanted]
         return logits if softcap is None else exactly(torch.tanh, logits / softcap) * softcap
+
+    def weight_reader(self, packed: Sequence[Any]) -> Callable[[], int]:
+        tensors = [held.view(-1) for linear in packed for held in vars(linear).values() if isinstance(held, Tensor)]
+        words = [held[: held.nbytes // 8 * 8 // held.itemsize].view(torch.int64) for held in tensors]
+
+        def read() -> int:
+            for held in words:
+                held.sum().item()
+            return sum(held.nbytes for held in words)
+
+        return read
 
 
 def rms_norm(x: Tensor, norm: Norm | None) -> Tensor:
