@@ -6,10 +6,12 @@ import sys
 import pytest
 import torch
 
-from forerun.errors import ConfigError, ModelError, ModelNotFoundError, TokenizerError, WeightsError
+from forerun.errors import ConfigError, EngineError, ModelError, ModelNotFoundError, TokenizerError, WeightsError
+from forerun.kernels.cpu import load_cpu_kernels
 from forerun.kernels.reference import ReferenceKernels
 from forerun.models.gguf_import import stored_types
 from forerun.models.loader import choose_device, load_model
+from forerun.models.quantization import quantize_rows
 from tests.models.test_parity import one_shot, some_tokens
 from tests.models.tiny import save_tiny_model
 from tests.models.tiny_gguf import byte_level_tokenizer, write_gguf
@@ -29,7 +31,7 @@ def save_model(directory, **options):
 
 
 def load(name, **options):
-    return load_model(name, kernels=ReferenceKernels("cpu"), **{**CPU, **options})
+    return load_model(name, **{"kernels": ReferenceKernels("cpu"), **CPU, **options})
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
@@ -127,6 +129,58 @@ def test_the_types_of_a_gguf_are_read_once(tmp_path, monkeypatch):
     monkeypatch.undo()
     monkeypatch.setenv("FORERUN_CACHE", str(tmp_path / "file"))  # a cache that cannot be written
     assert stored_types(parts) == types
+
+
+def test_the_types_of_one_file_are_not_taken_for_another_s(tmp_path):
+    for name, quantisation in (("m.a", "Q8_0"), ("m.b", "Q4_0")):
+        write_gguf(tmp_path / f"{name}.gguf", quantisation=quantisation)
+        assert stored_types((tmp_path / f"{name}.gguf",)).keys() == {quantisation}
+    write_gguf(tmp_path / "m.a.gguf", quantisation="Q5_1")
+    assert stored_types((tmp_path / "m.a.gguf",)).keys() == {"Q5_1"}
+
+
+@pytest.fixture
+def native():
+    """Native kernels that pack quantised weights."""
+    kernels = load_cpu_kernels(threads=1)
+    if kernels is None:
+        pytest.skip("there are no native kernels here")
+    try:
+        kernels.pack(quantize_rows(torch.ones(32, 32)))
+    except EngineError as error:
+        pytest.skip(str(error))
+    return kernels
+
+
+@pytest.mark.parametrize(("precision", "quantisation"), [("int8", "F32"), ("int4", "Q4_1"), ("int8", "Q8_0")])
+def test_a_second_start_maps_packed_weights_and_reads_no_gguf(tmp_path, monkeypatch, native, precision, quantisation):
+    options = {"precision": precision, "kernels": native, "device": "cpu"}
+    write_gguf(tmp_path / "m.gguf", quantisation=quantisation, tie_word_embeddings=True)
+    cold = load_model(str(tmp_path / "m.gguf"), **options)
+    (packed,) = (tmp_path / "cache" / "packed").iterdir()
+    assert packed.name.startswith(f"m-{precision}-")
+    monkeypatch.setattr("forerun.models.gguf_import.read_gguf", None)
+    warm = load_model(str(tmp_path / "m.gguf"), **options)
+    assert warm.weight_bytes == cold.weight_bytes
+    tokens = some_tokens(9)
+    assert torch.equal(one_shot(warm.decoder, tokens), one_shot(cold.decoder, tokens))
+
+
+def test_other_weights_and_other_precisions_are_packed_apart(tmp_path, native):
+    name, seen = save_model(tmp_path / "m"), []
+    for seed, precision in ((0, "int8"), (0, "int4"), (1, "int8")):
+        save_model(tmp_path / "m", seed=seed)
+        expected = one_shot(load(name, precision=precision).decoder, some_tokens(9))
+        mine = one_shot(load(name, precision=precision, kernels=native).decoder, some_tokens(9))
+        torch.testing.assert_close(mine, expected, rtol=1e-3, atol=1e-3)
+        assert all((mine - other).abs().max() > 0.01 for other in seen)
+        seen.append(mine)
+
+
+def test_floating_point_weights_are_not_kept_packed(tmp_path):
+    write_gguf(tmp_path / "m.gguf")
+    load_model(str(tmp_path / "m.gguf"), device="cpu")
+    assert not (tmp_path / "cache" / "packed").exists()
 
 
 def test_a_directory_s_weights_may_be_quantised(tmp_path):

@@ -5,7 +5,6 @@ layers are quantised, their weights are left out of the directory and read from 
 that its blocks can be used as they are.
 """
 
-import hashlib
 import json
 import os
 import re
@@ -16,6 +15,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
@@ -29,7 +29,7 @@ from forerun.kernels.quantized import QuantizedWeight
 from forerun.models.architecture import Architecture
 from forerun.models.gguf_config import GgufFamily, config_from_gguf, family_of
 from forerun.models.gguf_file import GgufFile, GgufTensor, read_gguf
-from forerun.models.locate import cache_root, cache_writes
+from forerun.models.locate import cache_key, cache_root, cache_writes
 from forerun.models.parameters import EMBEDDING, quantizable, tensor_shapes
 from forerun.models.quantization import BLOCK_TYPES, from_blocks
 from forerun.models.weights import SINGLE_FILE, PlannedTensor, write_safetensors
@@ -122,15 +122,8 @@ def _told_as_corrupt(path: Path) -> Iterator[None]:
 
 
 def stored_linears(parts: Sequence[Path], architecture: Architecture) -> "StoredLinears":
-    """The weights of a GGUF model's linear layers, in the form in which the file has them.
-
-    Raises WeightsError or UnsupportedModelError for a bad file.
-    """
-    with _told_as_corrupt(parts[0]):
-        source = read_gguf(parts)
-        names = _stored_names(architecture)
-        placed = _placed(source, config_from_gguf(source))
-        return StoredLinears({name: (piece, order) for name, piece, order in placed if name in names})
+    """The weights of a GGUF model's linear layers, in the form in which the file has them."""
+    return StoredLinears(parts, _stored_names(architecture))
 
 
 def stored_types(parts: Sequence[Path]) -> dict[str, int]:
@@ -138,8 +131,8 @@ def stored_types(parts: Sequence[Path]) -> dict[str, int]:
 
     Raises WeightsError or UnsupportedModelError for a bad file.
     """
-    target = _cached(parts, "types").with_suffix(".json")
-    with suppress(OSError, ValueError):
+    target = _cached(parts, "types")
+    with suppress(OSError, ValueError, AttributeError, TypeError):
         return {str(name): int(size) for name, size in json.loads(target.read_text("utf-8")).items()}
     with _told_as_corrupt(parts[0]):
         source = read_gguf(parts)
@@ -151,10 +144,10 @@ def stored_types(parts: Sequence[Path]) -> dict[str, int]:
                 sizes[piece.type_name] += piece.data.nbytes
     with suppress(OSError):  # a cache that cannot be written only costs time here
         target.parent.mkdir(parents=True, exist_ok=True)
-        handle, partial = tempfile.mkstemp(prefix=".partial-", dir=target.parent)
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            json.dump(sizes, file)
-        os.replace(partial, target)
+        partial = Path(tempfile.mkdtemp(prefix=".partial-", dir=target.parent))
+        (partial / target.name).write_text(json.dumps(sizes), "utf-8")
+        os.replace(partial / target.name, target)
+        partial.rmdir()
     return dict(sizes)
 
 
@@ -165,29 +158,38 @@ def _stored_names(architecture: Architecture) -> set[str]:
 class StoredLinears(Mapping[str, Tensor | QuantizedWeight]):
     """Weights of linear layers under transformers' names; that of the embedding table is the tied head's.
 
-    Blocks of 4, 5 and 8 bits come as they are, any other type as float32. Each is made anew when it is looked up.
+    Blocks of 4, 5 and 8 bits come as they are, any other type as float32. Each is made anew when it is looked up; the
+    file is read when the first one is. Raises WeightsError or UnsupportedModelError then if it is bad.
     """
 
-    def __init__(self, placed: "Mapping[str, tuple[GgufTensor, NDArray[np.int64] | None]]") -> None:
-        self._placed = placed
+    def __init__(self, parts: Sequence[Path], names: set[str]) -> None:
+        self._parts, self._names = parts, names
+
+    @cached_property
+    def _found(self) -> "dict[str, tuple[GgufTensor, NDArray[np.int64] | None]]":
+        with _told_as_corrupt(self._parts[0]):
+            source = read_gguf(self._parts)
+            placed = _placed(source, config_from_gguf(source))
+            return {name: (piece, order) for name, piece, order in placed if name in self._names}
 
     def __getitem__(self, name: str) -> Tensor | QuantizedWeight:
-        tensor, order = self._placed[name]
+        tensor, order = self._found[name]
         if kind := BLOCK_TYPES.get(tensor.type_id):
             return from_blocks(kind, tensor.data if order is None else tensor.data[order])
         return torch.cat(list(_Chunks(tensor, order, 0.0)))
 
+    def __contains__(self, name: object) -> bool:
+        return name in self._names
+
     def __iter__(self) -> Iterator[str]:
-        return iter(self._placed)
+        return iter(self._names)
 
     def __len__(self) -> int:
-        return len(self._placed)
+        return len(self._names)
 
 
 def _cached(parts: Sequence[Path], kind: str) -> Path:
-    identity = [(str(part.resolve()), part.stat().st_size, part.stat().st_mtime_ns) for part in parts]
-    key = hashlib.sha256(repr((CONVERSION, kind, identity)).encode()).hexdigest()[:16]
-    return cache_root() / "converted" / f"{parts[0].stem}-{kind}-{key}"
+    return cache_root() / "converted" / f"{parts[0].stem}-{kind}-{cache_key(parts, CONVERSION, kind)}"
 
 
 def _remove_stale(directory: Path) -> None:

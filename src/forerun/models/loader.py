@@ -4,6 +4,7 @@ Each step lives in its own module; here they are only put together.
 """
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -12,11 +13,13 @@ import torch
 
 from forerun.errors import ConfigError, ModelError
 from forerun.kernels.base import Kernels
+from forerun.kernels.linears import Linears
 from forerun.models.architecture import Architecture
 from forerun.models.chat_template import ChatTemplate
 from forerun.models.decoder import Decoder
-from forerun.models.locate import ModelFiles, locate
-from forerun.models.precision import Precision, WeightFormat, check_precision, choose_precision
+from forerun.models.locate import ModelFiles, cache_key, cache_root, locate
+from forerun.models.precision import ChosenPrecision, Precision, WeightFormat, check_precision, choose_precision
+from forerun.models.quantization import QUANTIZATION
 from forerun.models.tokenizer import Tokenizer, read_json
 from forerun.models.weights import load_tensors
 
@@ -82,12 +85,23 @@ def load_model(
     _check_vocabulary(directory, architecture, tokenizer)
     template = ChatTemplate.from_directory(directory, tokenizer.special_tokens)
     tensors = load_tensors(directory)
-    stored = None
-    if files.parts and chosen.format.quantized:
+    stored = linears = None
+    if chosen.format.quantized:
+        linears = _open_linears(kernels, files.parts or (*tensors.paths, directory / "config.json"), chosen)
+    if chosen.format.quantized and files.parts:
         from forerun.models.gguf_import import stored_linears
 
         stored = stored_linears(files.parts, architecture)
-    decoder = Decoder(architecture, tensors, kernels, chosen.format, chosen_device, context_length, stored=stored)
+    decoder = Decoder(
+        architecture,
+        tensors,
+        kernels,
+        chosen.format,
+        chosen_device,
+        context_length,
+        stored=stored,
+        linears=linears,
+    )
     return LoadedModel(
         name=name,
         path=directory,
@@ -133,6 +147,15 @@ def _converted(files: ModelFiles, weight_format: WeightFormat, progress: bool | 
 
     precision: Literal["fp32", "bf16"] = "fp32" if weight_format.dtype is torch.float32 else "bf16"
     return converted(files.parts, precision, linears=not weight_format.quantized, progress=progress)
+
+
+def _open_linears(kernels: Kernels, sources: Sequence[Path], chosen: ChosenPrecision) -> Linears:
+    """Quantised layers, kept on disk once they are packed. Floating-point weights pack as fast as they can be read."""
+    from forerun.kernels import open_linears
+
+    key = cache_key(sources, QUANTIZATION, chosen.format)
+    stem = sources[0].stem if sources[0].suffix == ".gguf" else sources[0].parent.name
+    return open_linears(kernels, cache_root() / "packed" / f"{stem}-{chosen.name}-{key}")
 
 
 def _read_config(directory: Path) -> dict[str, object]:

@@ -15,6 +15,9 @@ from torch import Tensor
 from forerun.errors import WeightsError
 from forerun.kernels.quantized import QuantizedWeight
 
+QUANTIZATION = 1
+"""Part of the key of packed weights on disk: raise it when weights would come out different."""
+
 BLOCK = 32
 """Values of a GGUF block, and our own group. On weights of real models 64 has 22% more error for 10% less memory."""
 
