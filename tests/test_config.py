@@ -17,7 +17,7 @@ from forerun.settings_sources import RESERVED_VARIABLES
 
 CHANGED: dict[str, tuple[Any, Any]] = {
     "model": ("other-model", "other-model"),
-    "precision": ("bf16", "bf16"),
+    "precision": ("int8", "int8"),
     "device": ("cpu", "cpu"),
     "threads": ("3", 3),
     "context_length": ("512", 512),
@@ -32,7 +32,7 @@ CHANGED: dict[str, tuple[Any, Any]] = {
     "batching.token_limit": ("99", 99),
     "speculation.method": ("suffix", ["suffix"]),
     "speculation.draft_model": ("small-model", "small-model"),
-    "speculation.draft_precision": ("fp32", "fp32"),
+    "speculation.draft_precision": ("int4", "int4"),
     "speculation.width": ("5", 5),
     "speculation.depth": ("6", 6),
     "speculation.nodes": ("9", 9),
@@ -222,10 +222,9 @@ def test_an_unknown_setting_names_the_nearest(name: str, nearest: str, tmp_path:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"precision": "int8"}, "precision is 'int8'.*quantised kernels; allowed now: auto, fp32, bf16"),
-        ({"precision": "fp8-e4m3"}, "quantised kernels; allowed now: auto, fp32, bf16"),
-        ({"draft_precision": "int4"}, "quantised kernels"),
-        ({"precision": "fp7"}, "precision is 'fp7'.*must be one of auto, fp32, bf16"),
+        ({"precision": "fp8-e4m3"}, "quantised kernels for CUDA; allowed now: auto, fp32, bf16, int8, int4"),
+        ({"draft_precision": "fp8_e4m3"}, "draft_precision is 'fp8_e4m3'.*quantised kernels for CUDA"),
+        ({"precision": "fp7"}, "precision is 'fp7'.*must be one of auto, fp32, bf16, int8, int4"),
         ({"speculation": {"acceptance": "two-stage"}}, "lossy acceptance rules; allowed now: exact"),
         ({"speculation": {"device": "cuda"}}, "beside the target; allowed now: auto"),
         ({"control": {"policy": "rules"}}, "adaptive controller; allowed now: fixed"),

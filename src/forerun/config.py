@@ -103,7 +103,7 @@ Size: TypeAlias = Annotated[
 Method: TypeAlias = Annotated[
     Literal["auto", "off"] | tuple[Literal["suffix", "draft"], ...], BeforeValidator(_drafters)
 ]
-Precision: TypeAlias = Annotated[Literal["auto", "fp32", "bf16"], BeforeValidator(_word)]
+Precision: TypeAlias = Annotated[Literal["auto", "fp32", "bf16", "int8", "int4"], BeforeValidator(_word)]
 Device: TypeAlias = Annotated[Literal["auto", "cpu", "cuda"], BeforeValidator(_word)]
 
 
@@ -215,7 +215,9 @@ class EngineConfig(_Section):
     model: str = Field(
         default=DEFAULT_MODEL, min_length=1, description="alias, directory, .gguf file or hub id of the target"
     )
-    precision: Precision = Field(default="auto", description="number format of the weights: auto, fp32, bf16")
+    precision: Precision = Field(
+        default="auto", description="number format of the weights: auto, fp32, bf16, int8, int4"
+    )
     device: Device = Field(default="auto", description="auto, cpu or cuda")
     threads: CountOrAuto = Field(
         default=None, ge=1, le=MOST_THREADS, description="threads of the CPU kernels; auto: one per core"
@@ -247,8 +249,8 @@ class EngineConfig(_Section):
 
 
 _LATER: dict[str, dict[str, str]] = {
-    "precision": dict.fromkeys(("int8", "int4", "fp8_e4m3"), "the quantised kernels"),
-    "speculation.draft_precision": dict.fromkeys(("int8", "int4", "fp8_e4m3"), "the quantised kernels"),
+    "precision": {"fp8_e4m3": "the quantised kernels for CUDA"},
+    "speculation.draft_precision": {"fp8_e4m3": "the quantised kernels for CUDA"},
     "speculation.acceptance": dict.fromkeys(("threshold", "typical", "two_stage"), "the lossy acceptance rules"),
     "speculation.fallback": {"off": "the adaptive controller"},
     "speculation.device": dict.fromkeys(("cpu", "cuda"), "drafters that run beside the target"),

@@ -37,6 +37,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         decoder=decoder,
         weight_bytes=12_345_678,
         precision="fp32",
+        precision_reason="It was asked for.",
         device=torch.device("cpu"),
         chat_template=SimpleNamespace(source="{{ messages }}"),
     )

@@ -14,7 +14,7 @@ from tests.cli.running import Run
 SETTING_FLAGS = [
     ("--model", "other", "model", "other"),
     ("-m", "other", "model", "other"),
-    ("--precision", "bf16", "precision", "bf16"),
+    ("--precision", "int8", "precision", "int8"),
     ("--device", "cpu", "device", "cpu"),
     ("--threads", "3", "threads", 3),
     ("--context-length", "512", "context_length", 512),
@@ -30,7 +30,7 @@ SETTING_FLAGS = [
     ("--speculation", "suffix", "speculation.method", ["suffix"]),
     ("--speculation-method", "off", "speculation.method", "off"),
     ("--speculation-draft-model", "small", "speculation.draft_model", "small"),
-    ("--speculation-draft-precision", "bf16", "speculation.draft_precision", "bf16"),
+    ("--speculation-draft-precision", "int4", "speculation.draft_precision", "int4"),
     ("--speculation-width", "5", "speculation.width", 5),
     ("--speculation-depth", "6", "speculation.depth", 6),
     ("--speculation-nodes", "9", "speculation.nodes", 9),

@@ -9,6 +9,7 @@ from forerun.errors import ConfigError, WeightsError
 from forerun.kernels.reference import ReferenceKernels
 from forerun.models.architecture import Architecture
 from forerun.models.decoder import Decoder
+from forerun.models.precision import WeightFormat
 from tests.models.test_parity import chunk, one_shot, some_tokens
 from tests.models.tiny import FAMILIES, run_on, tiny_config, tiny_decoder, tiny_tensors
 
@@ -34,19 +35,20 @@ class ReadOnce(Mapping):
         return len(self.tensors)
 
 
-def decode_with(family="llama", config=None, **changes):
+def decode_with(family="llama", config=None, weights=torch.float32, **changes):
     """A decoder on tiny tensors of which some are replaced (None: removed)."""
     config = config or tiny_config(family)
     tensors = {**tiny_tensors(config), **changes}
     tensors = {name: tensor for name, tensor in tensors.items() if tensor is not None}
-    return run_on(Architecture.from_config(config), tensors, torch.float32)
+    return run_on(Architecture.from_config(config), tensors, weights)
 
 
+@pytest.mark.parametrize("bits", [None, 8, 4])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_tensor_is_read_once(family):
+def test_every_tensor_is_read_once(family, bits):
     config = tiny_config(family)
     tensors = ReadOnce(tiny_tensors(config))
-    run_on(Architecture.from_config(config), tensors, torch.bfloat16)
+    run_on(Architecture.from_config(config), tensors, WeightFormat(torch.bfloat16, bits))
     assert set(tensors.readings.values()) == {1}
 
 
@@ -131,7 +133,7 @@ def test_context_is_as_long_as_the_model_allows_or_as_asked_for():
     architecture, tensors = Architecture.from_config(config), tiny_tensors(config)
     limits = {None: 256, 100: 100, 1000: 256}
     for asked, limit in limits.items():
-        decoder = Decoder(architecture, tensors, ReferenceKernels("cpu"), torch.float32, context_length=asked)
+        decoder = Decoder(architecture, tensors, ReferenceKernels("cpu"), WeightFormat(torch.float32), "cpu", asked)
         assert decoder.context_limit == limit
 
 

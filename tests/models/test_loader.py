@@ -6,9 +6,12 @@ import sys
 import pytest
 import torch
 
-from forerun.errors import ConfigError, ModelError, ModelNotFoundError, TokenizerError, WeightsError
+from forerun.errors import ConfigError, EngineError, ModelError, ModelNotFoundError, TokenizerError, WeightsError
+from forerun.kernels.cpu import load_cpu_kernels
 from forerun.kernels.reference import ReferenceKernels
+from forerun.models.gguf_import import stored_types
 from forerun.models.loader import choose_device, load_model
+from forerun.models.quantization import quantize_rows
 from tests.models.test_parity import one_shot, some_tokens
 from tests.models.tiny import save_tiny_model
 from tests.models.tiny_gguf import byte_level_tokenizer, write_gguf
@@ -28,7 +31,7 @@ def save_model(directory, **options):
 
 
 def load(name, **options):
-    return load_model(name, kernels=ReferenceKernels("cpu"), **{**CPU, **options})
+    return load_model(name, **{"kernels": ReferenceKernels("cpu"), **CPU, **options})
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
@@ -40,6 +43,150 @@ def test_a_gguf_and_the_directory_that_it_was_made_of_are_the_same_model(tmp_pat
     assert from_gguf.precision == precision
     tokens = some_tokens(9)
     assert torch.equal(one_shot(from_gguf.decoder, tokens), one_shot(from_directory.decoder, tokens))
+
+
+class NativeKernels(ReferenceKernels):
+    """The reference under a native name."""
+
+    name = "native"
+
+
+@pytest.mark.parametrize(
+    ("precision", "quantisation", "largest", "group"),
+    [
+        ("int8", "F32", 127, 64),
+        ("int4", "F32", 15, 32),
+        ("int4", "Q8_0", 127, 32),
+        ("int8", "Q4_1", 127, 64),
+        ("int8", "Q5_0", 16, 32),
+    ],
+)
+def test_a_gguf_is_held_in_the_precision_that_was_asked_for(tmp_path, precision, quantisation, largest, group):
+    write_gguf(tmp_path / "m.gguf", quantisation=quantisation)
+    model = load(str(tmp_path / "m.gguf"), precision=precision)
+    assert model.precision == precision
+    codes = model.decoder._layers[0].qkv.codes
+    assert codes.shape[1] == group
+    assert codes.abs().max() == largest
+    assert model.decoder.new_store(1).keys.dtype is torch.bfloat16
+
+
+@pytest.mark.parametrize("quantisation", ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"])
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("family", ["llama", "gemma2", "mixtral"])
+def test_blocks_of_a_gguf_lose_nothing(tmp_path, monkeypatch, family, tied, quantisation):
+    """The layers hold the very numbers that dequantising gives: auto is as far from them as activations are coarse."""
+    monkeypatch.setattr("forerun.models.precision.AUTO_TAKES_BLOCKS", True)
+    tied = tied or family == "gemma2"
+    write_gguf(tmp_path / "m.gguf", family, quantisation=quantisation, tie_word_embeddings=tied)
+    exact = load(str(tmp_path / "m.gguf"), precision="fp32")
+    held = load_model(str(tmp_path / "m.gguf"), kernels=NativeKernels("cpu"), device="cpu")
+    assert held.precision == ("int4" if quantisation.startswith("Q4") else "int8")
+    assert quantisation in held.precision_reason
+    for mine, true in zip(held.decoder._layers, exact.decoder._layers, strict=True):
+        pairs = [(mine.qkv, true.qkv), (mine.output, true.output)]
+        if mine.mixture is None:
+            pairs += [(mine.gate_up, true.gate_up), (mine.down, true.down)]
+        else:
+            pairs += zip(mine.mixture.down, true.mixture.down, strict=True)
+        for quantized, plain in pairs:
+            assert torch.equal(numbers(quantized), plain.weight)
+    assert torch.equal(numbers(held.decoder._lm_head), exact.decoder._lm_head.weight)
+
+
+def numbers(packed):
+    """What a layer that the reference packed stands for, float32 [out, in]."""
+    values = packed.codes.float() * packed.scales.float()
+    if packed.minima is not None:
+        values = values + packed.minima.float()
+    return values.permute(2, 0, 1).flatten(1)
+
+
+def test_a_gguf_of_mixed_types_is_held_as_it_is_where_it_can_be(tmp_path, monkeypatch):
+    monkeypatch.setattr("forerun.models.precision.AUTO_TAKES_BLOCKS", True)
+    kinds = {"attn_q": "Q4_0", "attn_k": "Q4_1", "attn_v": "Q8_0", "ffn_gate": "Q5_1", "ffn_up": "F16"}
+    write_gguf(tmp_path / "m.gguf", quantisation="Q4_1", kinds=kinds)
+    exact = load(str(tmp_path / "m.gguf"), precision="fp32").decoder
+    held = load_model(str(tmp_path / "m.gguf"), kernels=NativeKernels("cpu"), device="cpu")
+    assert "F16 weights are held in bf16" in held.precision_reason
+    mine, true = held.decoder._layers[1], exact._layers[1]
+    assert torch.equal(numbers(mine.qkv), true.qkv.weight)
+    assert torch.equal(mine.gate_up.weight, true.gate_up.weight.bfloat16())
+    asked = load(str(tmp_path / "m.gguf"), precision="int4").decoder._layers[1]
+    assert torch.equal(numbers(asked.gate_up)[:96], true.gate_up.weight[:96])
+    assert (numbers(asked.gate_up)[96:] - true.gate_up.weight[96:]).abs().max() < 0.01
+
+
+def test_the_types_of_a_gguf_are_read_once(tmp_path, monkeypatch):
+    monkeypatch.setattr("forerun.models.precision.AUTO_TAKES_BLOCKS", True)
+    write_gguf(tmp_path / "m.gguf", quantisation="Q8_0")
+    parts = (tmp_path / "m.gguf",)
+    types = stored_types(parts)
+    assert types == {"Q8_0": (2 * (64 * 128 + 64 * 64 + 3 * 64 * 96) + 512 * 64) // 32 * 34}
+    monkeypatch.setattr("forerun.models.gguf_import.read_gguf", None)
+    assert stored_types(parts) == types
+    (tmp_path / "file").touch()
+    monkeypatch.undo()
+    monkeypatch.setenv("FORERUN_CACHE", str(tmp_path / "file"))  # a cache that cannot be written
+    assert stored_types(parts) == types
+
+
+def test_the_types_of_one_file_are_not_taken_for_another_s(tmp_path):
+    for name, quantisation in (("m.a", "Q8_0"), ("m.b", "Q4_0")):
+        write_gguf(tmp_path / f"{name}.gguf", quantisation=quantisation)
+        assert stored_types((tmp_path / f"{name}.gguf",)).keys() == {quantisation}
+    write_gguf(tmp_path / "m.a.gguf", quantisation="Q5_1")
+    assert stored_types((tmp_path / "m.a.gguf",)).keys() == {"Q5_1"}
+
+
+@pytest.fixture
+def native():
+    """Native kernels that pack quantised weights."""
+    kernels = load_cpu_kernels(threads=1)
+    if kernels is None:
+        pytest.skip("there are no native kernels here")
+    try:
+        kernels.pack(quantize_rows(torch.ones(32, 32)))
+    except EngineError as error:
+        pytest.skip(str(error))
+    return kernels
+
+
+@pytest.mark.parametrize(("precision", "quantisation"), [("int8", "F32"), ("int4", "Q4_1"), ("int8", "Q8_0")])
+def test_a_second_start_maps_packed_weights_and_reads_no_gguf(tmp_path, monkeypatch, native, precision, quantisation):
+    options = {"precision": precision, "kernels": native, "device": "cpu"}
+    write_gguf(tmp_path / "m.gguf", quantisation=quantisation, tie_word_embeddings=True)
+    cold = load_model(str(tmp_path / "m.gguf"), **options)
+    (packed,) = (tmp_path / "cache" / "packed").iterdir()
+    assert packed.name.startswith(f"m-{precision}-")
+    monkeypatch.setattr("forerun.models.gguf_import.read_gguf", None)
+    warm = load_model(str(tmp_path / "m.gguf"), **options)
+    assert warm.weight_bytes == cold.weight_bytes
+    tokens = some_tokens(9)
+    assert torch.equal(one_shot(warm.decoder, tokens), one_shot(cold.decoder, tokens))
+
+
+def test_other_weights_and_other_precisions_are_packed_apart(tmp_path, native):
+    name, seen = save_model(tmp_path / "m"), []
+    for seed, precision in ((0, "int8"), (0, "int4"), (1, "int8")):
+        save_model(tmp_path / "m", seed=seed)
+        expected = one_shot(load(name, precision=precision).decoder, some_tokens(9))
+        mine = one_shot(load(name, precision=precision, kernels=native).decoder, some_tokens(9))
+        torch.testing.assert_close(mine, expected, rtol=1e-3, atol=1e-3)
+        assert all((mine - other).abs().max() > 0.01 for other in seen)
+        seen.append(mine)
+
+
+def test_floating_point_weights_are_not_kept_packed(tmp_path):
+    write_gguf(tmp_path / "m.gguf")
+    load_model(str(tmp_path / "m.gguf"), device="cpu")
+    assert not (tmp_path / "cache" / "packed").exists()
+
+
+def test_a_directory_s_weights_may_be_quantised(tmp_path):
+    name = save_model(tmp_path / "m")
+    sizes = {precision: load(name, precision=precision).weight_bytes for precision in ("bf16", "int8", "int4")}
+    assert sizes["int4"] < sizes["int8"] < sizes["bf16"]
 
 
 def test_sizes_and_names_are_reported(tmp_path):
@@ -63,7 +210,7 @@ def test_the_context_is_what_was_asked_for(tmp_path):
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        ({"precision": "fp64"}, "auto, fp32, bf16"),
+        ({"precision": "fp64"}, "auto, fp32, bf16, int8, int4"),
         ({"device": "abacus"}, "auto, cpu, cuda"),
         ({"device": "mps"}, "auto, cpu, cuda"),
         ({"device": "cuda:99"}, "CUDA devices"),

@@ -172,6 +172,7 @@ def test_the_text_part_of_a_gemma_3_with_vision_runs(prefix, tmp_path):
 
 
 DTYPES = [torch.float32, torch.bfloat16]
+QUANTIZED = [(family, bits) for bits in (8, 4) for family in ("llama", "gemma2", "mixtral")]
 LENGTH = 90
 
 
@@ -185,6 +186,15 @@ def test_same_bits_token_by_token_as_in_one_shot(family, dtype):
     for position in range(LENGTH):
         logits = decoder.forward(chunk(tokens, position, position + 1, slots), store)
         assert torch.equal(logits[0], expected[position])
+
+
+@pytest.mark.parametrize(("family", "bits"), QUANTIZED)
+def test_same_bits_from_quantised_weights_however_a_prompt_is_cut(family, bits):
+    decoder, tokens = tiny_decoder(family, dtype=torch.bfloat16, bits=bits), some_tokens(LENGTH)
+    expected = one_shot(decoder, tokens)
+    slots, store = np.arange(LENGTH), decoder.new_store(LENGTH)
+    for first, last in pairwise([0, 1, 2, 19, 64, 65, LENGTH]):
+        assert torch.equal(decoder.forward(chunk(tokens, first, last, slots), store), expected[first:last])
 
 
 @settings(max_examples=5, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

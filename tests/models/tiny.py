@@ -4,7 +4,7 @@ import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from safetensors.torch import save_file
@@ -15,6 +15,7 @@ from forerun.kernels.reference import ReferenceKernels
 from forerun.models.architecture import Architecture
 from forerun.models.decoder import Decoder
 from forerun.models.parameters import tensor_shapes
+from forerun.models.precision import WeightFormat
 
 WINDOW = 24
 VOCABULARY = 512
@@ -114,19 +115,27 @@ def tiny_decoder(
     seed: int = 0,
     dtype: torch.dtype = torch.float32,
     kernels: Kernels | None = None,
+    bits: Literal[4, 8] | None = None,
     **overrides: Any,
 ) -> Decoder:
-    """A tiny random model that runs, where `kernels` run (the reference, by default); `overrides` change its config."""
+    """A tiny random model that runs, where `kernels` run (the reference, by default); `overrides` change its config.
+
+    bits: what its linear layers are quantised to.
+    """
     config = tiny_config(family, **overrides)
-    return run_on(Architecture.from_config(config), tiny_tensors(config, seed), dtype, kernels)
+    return run_on(Architecture.from_config(config), tiny_tensors(config, seed), WeightFormat(dtype, bits), kernels)
 
 
 def run_on(
-    architecture: Architecture, tensors: Mapping[str, Tensor], dtype: torch.dtype, kernels: Kernels | None = None
+    architecture: Architecture,
+    tensors: Mapping[str, Tensor],
+    weights: torch.dtype | WeightFormat,
+    kernels: Kernels | None = None,
 ) -> Decoder:
     """A decoder on the given kernels; by default on the reference, on the GPU if there is one."""
     kernels = kernels or ReferenceKernels("cuda" if torch.cuda.is_available() else "cpu")
-    return Decoder(architecture, tensors, kernels, dtype, getattr(kernels, "device", "cpu"))
+    weights = WeightFormat(weights) if isinstance(weights, torch.dtype) else weights
+    return Decoder(architecture, tensors, kernels, weights, getattr(kernels, "device", "cpu"))
 
 
 def save_tiny_model(

@@ -63,11 +63,12 @@ def stored_tensors(config, tensors):
 
 
 def write_gguf(
-    path, family="llama", *, quantisation="F32", tokenizer=True, drop=(), metadata=None, seed=0, **overrides
+    path, family="llama", *, quantisation="F32", kinds=None, tokenizer=True, drop=(), metadata=None, seed=0, **overrides
 ):
     """Write a tiny model; returns its config and its tensors (float32, under transformers' names).
 
-    quantisation: of matrices, by gguf's name. drop: stored names to leave out. metadata: entries to add or replace.
+    quantisation: of matrices, by gguf's name. kinds: of those of a certain stored name, such as "attn_q". drop: stored
+    names to leave out. metadata: entries to add or replace.
     """
     config = tiny_config(family, **overrides)
     tensors = tiny_tensors(config, seed)
@@ -78,10 +79,10 @@ def write_gguf(
         add_byte_level_tokenizer(writer)
     for key, value in (metadata or {}).items():
         _add(writer, key, value)
-    kind = gguf.GGMLQuantizationType[quantisation]
     for name, value in stored_tensors(config, tensors).items():
         if name in drop:
             continue
+        kind = gguf.GGMLQuantizationType[(kinds or {}).get(name.split(".")[-2], quantisation)]
         if value.ndim == 1 or kind == gguf.GGMLQuantizationType.F32:
             writer.add_tensor(name, np.ascontiguousarray(value, np.float32))
         else:

@@ -49,6 +49,7 @@ def describe(model: "LoadedModel") -> dict[str, Any]:
         "parameters": parameter_count(architecture),
         "size": model.weight_bytes,
         "precision": str(model.precision),
+        "precision_reason": model.precision_reason,
         "device": str(model.device),
         "kernels": model.decoder.kernels.name,
         "context": model.decoder.context_limit,

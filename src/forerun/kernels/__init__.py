@@ -1,10 +1,12 @@
 """The operations that models are made of, one folder per device behind one protocol (`base.Kernels`)."""
 
 import logging
+from pathlib import Path
 
 import torch
 
 from forerun.kernels.base import Kernels
+from forerun.kernels.linears import Linears
 
 logger = logging.getLogger(__name__)
 
@@ -21,3 +23,14 @@ def choose_kernels(device: torch.device | str) -> Kernels:
     if native is None:
         logger.warning("no native CPU kernels, the torch reference is many times slower: %s", unavailable_reason())
     return native or ReferenceKernels(device)
+
+
+def open_linears(kernels: Kernels, place: Path) -> Linears:
+    """Linear layers for these kernels, kept on disk in packed form if that is worth it. place: see `PackedFile`."""
+    from forerun.kernels.cpu import CpuKernels
+
+    if not isinstance(kernels, CpuKernels):
+        return Linears(kernels)
+    from forerun.kernels.cpu.packed_file import PackedFile
+
+    return PackedFile(kernels, place)

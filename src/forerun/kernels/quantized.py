@@ -77,6 +77,12 @@ class QuantizedWeight:
         rows, columns = self.codes.shape
         return rows, columns
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes that it takes when its codes are packed as closely as they can be."""
+        values = self.scales.nbytes + (0 if self.minima is None else self.minima.nbytes)
+        return self.codes.numel() * self.bits // 8 + values
+
     def dequantized(self) -> Tensor:
         """The numbers that it stands for, float32 [out, in]."""
         rows, columns = self.shape

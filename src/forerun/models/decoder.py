@@ -3,17 +3,20 @@
 It knows nothing of requests, sampling or speculation, and no family by name: differences are data.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from forerun.errors import ConfigError
+from forerun.errors import ConfigError, WeightsError
 from forerun.kernels.base import AttentionSpec, Kernels, Mixture, Norm
 from forerun.kernels.batch import TokenBatch
 from forerun.kernels.kv_store import KVStore
+from forerun.kernels.linears import Linears, MadeLinear
+from forerun.kernels.quantized import QuantizedWeight
 from forerun.models.architecture import Architecture
 from forerun.models.parameters import (
     EMBEDDING,
@@ -23,8 +26,10 @@ from forerun.models.parameters import (
     LinearParts,
     Weights,
     layer_parts,
+    norm_bytes,
     stack_rows,
 )
+from forerun.models.precision import WeightFormat
 from forerun.models.rotary import rotary_table
 
 DTYPES = (torch.float32, torch.bfloat16)
@@ -50,12 +55,13 @@ class Decoder:
     """A decoder-only transformer.
 
     architecture: what it is. tensors: its weights under their Hugging Face names; each is read once, and the mapping is
-    not kept, so that it may be a file that is read lazily. dtype: of weights and cache, float32 or bfloat16.
+    not kept, so that it may be a file that is read lazily. weight_format: how they are held.
     context_length: positions to provide for, at most (and if None) as many as the architecture allows.
-
+    stored: see `Weights`. linears: packs the linear layers; None = each anew.
+    weight_bytes: of the weights as they are held, a floating-point head tied to the embedding table counted once.
     layers, final_norm, lm_head: its packed parts, for reading.
 
-    Raises WeightsError for a missing or wrongly shaped tensor, ConfigError for another dtype.
+    Raises WeightsError for a missing or wrongly shaped tensor, ConfigError for a dtype other than float32 and bfloat16.
     """
 
     def __init__(
@@ -63,10 +69,14 @@ class Decoder:
         architecture: Architecture,
         tensors: Mapping[str, Tensor],
         kernels: Kernels,
-        dtype: torch.dtype,
+        weight_format: WeightFormat,
         device: torch.device | str = "cpu",
         context_length: int | None = None,
+        *,
+        stored: Mapping[str, Tensor | QuantizedWeight] | None = None,
+        linears: Linears | None = None,
     ) -> None:
+        dtype = weight_format.dtype
         if dtype not in DTYPES:
             raise ConfigError(f"weights cannot be held as {dtype}; allowed are {', '.join(map(str, DTYPES))}")
         self.architecture = architecture
@@ -74,12 +84,16 @@ class Decoder:
         self.dtype = dtype
         self.device = torch.device(device)
         self._context = min(context_length or architecture.context_limit, architecture.context_limit)
-        packer = _Packer(architecture, Weights(tensors, architecture), kernels, dtype, self.device)
-        self._embedding = packer.matrix(EMBEDDING)
+        linears = linears or Linears(kernels)
+        packer = _Packer(architecture, Weights(tensors, architecture, stored), linears, weight_format, self.device)
+        table = packer.weights.take(EMBEDDING)
+        self._embedding = table.to(self.device, dtype)
         self.layers = [packer.layer(number) for number in range(len(architecture.layers))]
         self.final_norm = packer.norm(FINAL_NORM)
-        tied = architecture.tied_embeddings
-        self.lm_head = kernels.pack(self._embedding if tied else packer.matrix(f"{LM_HEAD}.weight"))
+        self.lm_head = packer.head(table, self._embedding)
+        linears.finish()
+        self.weight_bytes = linears.weight_bytes + norm_bytes(architecture)
+        self.weight_bytes += 0 if packer.head_is_table else self._embedding.nbytes
         self._rotary = [
             (cos.to(self.device), sin.to(self.device))
             for cos, sin in (rotary_table(rotary, self._context) for rotary in architecture.rotaries)
@@ -130,14 +144,23 @@ class Decoder:
         return kernels.logits(x, self.final_norm, self.lm_head, prepared, architecture.logit_softcap)
 
 
+@contextmanager
+def _naming(layer: str) -> Iterator[None]:
+    """Says which layer's weight cannot be held."""
+    try:
+        yield
+    except WeightsError as error:
+        raise WeightsError(f"layer '{layer}': {error}") from error
+
+
 @dataclass(frozen=True)
 class _Packer:
     """Turns named tensors into what the kernels want."""
 
     architecture: Architecture
     weights: Weights
-    kernels: Kernels
-    dtype: torch.dtype
+    linears: Linears
+    weight_format: WeightFormat
     device: torch.device
 
     def layer(self, number: int) -> DecoderLayer:
@@ -174,22 +197,46 @@ class _Packer:
         if parts.router is None or experts is None:
             return None
         return Mixture(
-            router=self.linear(parts.router),
+            router=self.linear(parts.router, WeightFormat(self.weight_format.dtype)),
             gate_up=[self.linear(expert.gate_up) for expert in parts.experts],
             down=[self.linear(expert.down) for expert in parts.experts],
             top_k=experts.per_token,
             renormalise=experts.renormalise,
         )
 
-    def linear(self, parts: LinearParts) -> Any:
-        weight = stack_rows([self.weights.take(f"{name}.weight") for name in parts.names], self.dtype)
-        if not parts.bias:
-            return self.kernels.pack(weight)
-        bias = stack_rows([self.weights.take(f"{name}.bias") for name in parts.names], torch.float32)
-        return self.kernels.pack(weight, bias)
+    def linear(self, parts: LinearParts, weight_format: WeightFormat | None = None) -> Any:
+        def make() -> MadeLinear:
+            weights = [self.weights.take_linear(f"{name}.weight") for name in parts.names]
+            bias = None
+            if parts.bias:
+                bias = stack_rows([self.weights.take(f"{name}.bias") for name in parts.names], torch.float32)
+            with _naming(parts.names[0]):
+                return (weight_format or self.weight_format).linear(weights), bias
 
-    def matrix(self, name: str) -> Tensor:
-        return self.weights.take(name).to(self.device, self.dtype)
+        return self.linears.linear(parts.names[0], make)
+
+    @property
+    def head_is_table(self) -> bool:
+        """Whether lm_head and the embedding table are the same numbers in the same form."""
+        float_tied = self.architecture.tied_embeddings and self.weight_format.bits is None
+        return float_tied and not self.weights.is_stored(EMBEDDING)
+
+    def head(self, table: Tensor, embedding: Tensor) -> Any:
+        """The packed lm_head. table: the embeddings as they are stored. embedding: as they are held."""
+
+        def make() -> MadeLinear:
+            if self.head_is_table:
+                return embedding, None
+            if not self.architecture.tied_embeddings:
+                weight = self.weights.take_linear(f"{LM_HEAD}.weight")
+            elif self.weights.is_stored(EMBEDDING):
+                weight = self.weights.take_linear(EMBEDDING)
+            else:
+                weight = table
+            with _naming(LM_HEAD):
+                return self.weight_format.linear([weight]), None
+
+        return self.linears.linear(LM_HEAD, make)
 
     def norm(self, name: str) -> Norm:
         weight = self.weights.take(name).to(self.device, torch.float32)

@@ -43,6 +43,13 @@ class GgufTensor:
     data: NDArray[np.uint8]
     path: Path
 
+    @property
+    def type_name(self) -> str:
+        """GGUF's name of the type."""
+        from gguf import GGMLQuantizationType
+
+        return GGMLQuantizationType(self.type_id).name
+
     def rows_as_float(self, rows: NDArray[np.uint8]) -> NDArray[np.float32]:
         """Dequantise some of `data`'s rows: float32 [rows, row length]. Raises UnsupportedModelError for odd types."""
         from gguf import GGMLQuantizationType

@@ -1,9 +1,10 @@
 """A GGUF model, converted once into a directory in transformers' layout and kept in the cache.
 
-Afterwards a GGUF is such a directory like any other; nothing outside this module knows the difference.
+Afterwards a GGUF is such a directory like any other; nothing outside this module knows the difference. Where linear
+layers are quantised, their weights are left out of the directory and read from the GGUF itself (`stored_linears`), so
+that its blocks can be used as they are.
 """
 
-import hashlib
 import json
 import os
 import re
@@ -11,8 +12,10 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,11 +25,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from forerun.errors import UnsupportedModelError, WeightsError
+from forerun.kernels.quantized import QuantizedWeight
 from forerun.models.architecture import Architecture
 from forerun.models.gguf_config import GgufFamily, config_from_gguf, family_of
 from forerun.models.gguf_file import GgufFile, GgufTensor, read_gguf
-from forerun.models.locate import cache_root, cache_writes
-from forerun.models.parameters import tensor_shapes
+from forerun.models.locate import cache_key, cache_root, cache_writes
+from forerun.models.parameters import EMBEDDING, quantizable, tensor_shapes
+from forerun.models.quantization import BLOCK_TYPES, from_blocks
 from forerun.models.weights import SINGLE_FILE, PlannedTensor, write_safetensors
 
 # Part of the cache key: raise it when a conversion would come out different.
@@ -70,14 +75,21 @@ _IN_LAYER = re.compile(r"blk\.(?P<layer>\d+)\.(?P<name>[a-z_]+)(?:\.(?P<expert>\
 _EXPERT = re.compile(r"ffn_(gate|up|down)(_exps)?")
 
 
-def converted(parts: Sequence[Path], precision: Literal["fp32", "bf16"], *, progress: bool | None = None) -> Path:
+def converted(
+    parts: Sequence[Path],
+    precision: Literal["fp32", "bf16"],
+    *,
+    linears: bool = True,
+    progress: bool | None = None,
+) -> Path:
     """The directory of the GGUF model in `parts`, converting it if it is not in the cache yet.
 
-    Matrices are stored in `precision`, vectors (norms, biases) in fp32. The directory appears complete or not at all,
-    whoever else converts the same file at the same time. progress: show a bar; None = if stderr is a terminal.
+    Matrices are stored in `precision`, vectors (norms, biases) in fp32; with linears=False the matrices that may be
+    held quantised are left out. The directory appears complete or not at all, whoever else converts the same file at
+    the same time. progress: show a bar; None = if stderr is a terminal.
     Raises WeightsError, TokenizerError or UnsupportedModelError for a bad file, ModelError if the cache is read-only.
     """
-    target = _cache_directory(parts, precision)
+    target = _cached(parts, precision if linears else f"{precision}-without-linears")
     if target.is_dir():
         return target
     with _told_as_corrupt(parts[0]):
@@ -89,7 +101,7 @@ def converted(parts: Sequence[Path], precision: Literal["fp32", "bf16"], *, prog
         try:
             partial.chmod(0o755)
             with _told_as_corrupt(parts[0]):
-                _convert(source, partial, precision, progress)
+                _convert(source, partial, precision, linears, progress)
             try:
                 os.rename(partial, target)
             except OSError:
@@ -109,10 +121,75 @@ def _told_as_corrupt(path: Path) -> Iterator[None]:
         raise WeightsError(f"{path} is corrupt ({type(error).__name__}: {error}); download it again") from error
 
 
-def _cache_directory(parts: Sequence[Path], precision: str) -> Path:
-    identity = [(str(part.resolve()), part.stat().st_size, part.stat().st_mtime_ns) for part in parts]
-    key = hashlib.sha256(repr((CONVERSION, precision, identity)).encode()).hexdigest()[:16]
-    return cache_root() / "converted" / f"{parts[0].stem}-{precision}-{key}"
+def stored_linears(parts: Sequence[Path], architecture: Architecture) -> "StoredLinears":
+    """The weights of a GGUF model's linear layers, in the form in which the file has them."""
+    return StoredLinears(parts, _stored_names(architecture))
+
+
+def stored_types(parts: Sequence[Path]) -> dict[str, int]:
+    """Bytes of a GGUF model's linear layers by GGUF's name of their type; kept in the cache, as reading takes a while.
+
+    Raises WeightsError or UnsupportedModelError for a bad file.
+    """
+    target = _cached(parts, "types")
+    with suppress(OSError, ValueError, AttributeError, TypeError):
+        return {str(name): int(size) for name, size in json.loads(target.read_text("utf-8")).items()}
+    with _told_as_corrupt(parts[0]):
+        source = read_gguf(parts)
+        config = config_from_gguf(source)
+        names = _stored_names(Architecture.from_config(config))
+        sizes: Counter[str] = Counter()
+        for name, piece, _ in _placed(source, config):
+            if name in names:
+                sizes[piece.type_name] += piece.data.nbytes
+    with suppress(OSError):  # a cache that cannot be written only costs time here
+        target.parent.mkdir(parents=True, exist_ok=True)
+        partial = Path(tempfile.mkdtemp(prefix=".partial-", dir=target.parent))
+        (partial / target.name).write_text(json.dumps(sizes), "utf-8")
+        os.replace(partial / target.name, target)
+        partial.rmdir()
+    return dict(sizes)
+
+
+def _stored_names(architecture: Architecture) -> set[str]:
+    return quantizable(architecture) | ({EMBEDDING} if architecture.tied_embeddings else set())
+
+
+class StoredLinears(Mapping[str, Tensor | QuantizedWeight]):
+    """Weights of linear layers under transformers' names; that of the embedding table is the tied head's.
+
+    Blocks of 4, 5 and 8 bits come as they are, any other type as float32. Each is made anew when it is looked up; the
+    file is read when the first one is. Raises WeightsError or UnsupportedModelError then if it is bad.
+    """
+
+    def __init__(self, parts: Sequence[Path], names: set[str]) -> None:
+        self._parts, self._names = parts, names
+
+    @cached_property
+    def _found(self) -> "dict[str, tuple[GgufTensor, NDArray[np.int64] | None]]":
+        with _told_as_corrupt(self._parts[0]):
+            source = read_gguf(self._parts)
+            placed = _placed(source, config_from_gguf(source))
+            return {name: (piece, order) for name, piece, order in placed if name in self._names}
+
+    def __getitem__(self, name: str) -> Tensor | QuantizedWeight:
+        tensor, order = self._found[name]
+        if kind := BLOCK_TYPES.get(tensor.type_id):
+            return from_blocks(kind, tensor.data if order is None else tensor.data[order])
+        return torch.cat(list(_Chunks(tensor, order, 0.0)))
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._names
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+
+def _cached(parts: Sequence[Path], kind: str) -> Path:
+    return cache_root() / "converted" / f"{parts[0].stem}-{kind}-{cache_key(parts, CONVERSION, kind)}"
 
 
 def _remove_stale(directory: Path) -> None:
@@ -123,14 +200,15 @@ def _remove_stale(directory: Path) -> None:
                 shutil.rmtree(partial, ignore_errors=True)
 
 
-def _convert(source: GgufFile, directory: Path, precision: str, progress: bool | None) -> None:
+def _convert(source: GgufFile, directory: Path, precision: str, linears: bool, progress: bool | None) -> None:
     from forerun.models.gguf_tokenizer import save_tokenizer
 
     config = config_from_gguf(source)
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
     config["dtype"] = "bfloat16" if precision == "bf16" else "float32"
     save_tokenizer(source.metadata, source.path, directory)
-    planned = plan_tensors(source, config, dtype)
+    left_out = set() if linears else quantizable(Architecture.from_config(config))
+    planned = [tensor for tensor in plan_tensors(source, config, dtype) if tensor.name not in left_out]
     (directory / "config.json").write_text(json.dumps(config, indent=2), "utf-8")
     with _progress_bar(f"Converting {source.path.name}", sum(tensor.nbytes for tensor in planned), progress) as advance:
         for written in write_safetensors(directory / SINGLE_FILE, planned):
@@ -158,15 +236,21 @@ def plan_tensors(source: GgufFile, config: dict[str, Any], dtype: torch.dtype) -
     """
     family = family_of(source)
     planned: dict[str, PlannedTensor] = {}
+    for name, piece, order in _placed(source, config):
+        kept = dtype if len(piece.shape) > 1 else torch.float32
+        planned[name] = PlannedTensor(name, kept, piece.shape, _Chunks(piece, order, _offset(name, family)))
+    _check_complete(source, family, config, planned)
+    return list(planned.values())
+
+
+def _placed(source: GgufFile, config: dict[str, Any]) -> "Iterator[tuple[str, GgufTensor, NDArray[np.int64] | None]]":
+    """Every weight under its new name, and the order in which its rows are wanted (None: as they are)."""
+    family = family_of(source)
     for tensor in source.tensors.values():
         if tensor.name in _TABLES or tensor.name.endswith(".attn_rot_embd"):
             continue
         for name, piece in _renamed(tensor, family):
-            order = _row_order(name, piece, family, config)
-            kept = dtype if len(piece.shape) > 1 else torch.float32
-            planned[name] = PlannedTensor(name, kept, piece.shape, _Chunks(piece, order, _offset(name, family)))
-    _check_complete(source, family, config, planned)
-    return list(planned.values())
+            yield name, piece, _row_order(name, piece, family, config)
 
 
 def _renamed(tensor: GgufTensor, family: GgufFamily) -> Iterator[tuple[str, GgufTensor]]:

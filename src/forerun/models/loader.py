@@ -3,6 +3,8 @@
 Each step lives in its own module; here they are only put together.
 """
 
+import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -11,16 +13,17 @@ import torch
 
 from forerun.errors import ConfigError, ModelError
 from forerun.kernels.base import Kernels
+from forerun.kernels.linears import Linears
 from forerun.models.architecture import Architecture
 from forerun.models.chat_template import ChatTemplate
 from forerun.models.decoder import Decoder
-from forerun.models.locate import locate
-from forerun.models.parameters import parameter_count
+from forerun.models.locate import ModelFiles, cache_key, cache_root, locate
+from forerun.models.precision import ChosenPrecision, Precision, WeightFormat, check_precision, choose_precision
+from forerun.models.quantization import QUANTIZATION
 from forerun.models.tokenizer import Tokenizer, read_json
 from forerun.models.weights import load_tensors
 
-Precision = Literal["fp32", "bf16"]
-_DTYPES: dict[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16}
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -28,8 +31,8 @@ class LoadedModel:
     """A model that can run.
 
     name: as it was asked for. path: the directory that it was read from (for a GGUF its conversion).
-    precision: of weights and cache. file_bytes: size of the weight files it came from. weight_bytes: size of its
-    weights in memory; both in bytes.
+    precision: of the weights. precision_reason: why it is this one, as a sentence. file_bytes: size of the weight files
+    it came from. weight_bytes: size of its weights in memory; both in bytes.
     """
 
     name: str
@@ -39,6 +42,7 @@ class LoadedModel:
     tokenizer: Tokenizer
     chat_template: ChatTemplate
     precision: Precision
+    precision_reason: str
     device: torch.device
     file_bytes: int
     weight_bytes: int
@@ -47,7 +51,7 @@ class LoadedModel:
 def load_model(
     name: str,
     *,
-    precision: Literal["auto", "fp32", "bf16"] = "auto",
+    precision: Precision | Literal["auto"] = "auto",
     device: torch.device | str = "auto",
     kernels: Kernels | None = None,
     context_length: int | None = None,
@@ -55,44 +59,61 @@ def load_model(
 ) -> LoadedModel:
     """Load the model called `name` (see `locate`).
 
-    precision: of weights and cache; auto = bf16. device: auto = cuda if there is one, else cpu. kernels: None = the
-    best for the device. context_length: positions to provide for; None = as many as the model allows. progress: show a
-    bar while a GGUF is converted; None = if stderr is a terminal.
+    precision: of the weights, see `choose_precision`; the cache is bf16, with fp32 weights fp32. device: auto = cuda if
+    there is one, else cpu. kernels: None = the best for the device. context_length: positions to provide for; None = as
+    many as the model allows. progress: show a bar while a GGUF is converted; None = if stderr is a terminal.
 
     Raises ModelNotFoundError, WeightsError, TokenizerError, UnsupportedModelError for the model, ConfigError for a
     precision, device or context length that cannot be had.
     """
-    chosen_precision, chosen_device = _choose_precision(precision), choose_device(device)
+    check_precision(precision)
+    chosen_device = choose_device(device)
     if context_length is not None and context_length < 1:
         raise ConfigError(f"context_length is {context_length}; it must be at least 1")
     files = locate(name)
-    directory, source_bytes = files.path, 0
-    if files.kind == "gguf":
-        from forerun.models.gguf_import import converted
+    if kernels is None:
+        from forerun.kernels import choose_kernels
 
-        directory = converted(files.parts, chosen_precision, progress=progress)
-        source_bytes = sum(part.stat().st_size for part in files.parts)
+        kernels = choose_kernels(chosen_device)
+    chosen = choose_precision(
+        precision, native=kernels.name != "reference", stored=lambda: _stored_types(files) if files.parts else {}
+    )
+    logger.info("%s is held in %s: %s", name, chosen.name, chosen.reason)
+    directory = _converted(files, chosen.format, progress) if files.parts else files.path
     architecture = Architecture.from_config(_read_config(directory))
     tokenizer = Tokenizer.from_directory(directory)
     _check_vocabulary(directory, architecture, tokenizer)
     template = ChatTemplate.from_directory(directory, tokenizer.special_tokens)
     tensors = load_tensors(directory)
-    if kernels is None:
-        from forerun.kernels import choose_kernels
+    stored = linears = None
+    if chosen.format.quantized:
+        linears = _open_linears(kernels, files.parts or (*tensors.paths, directory / "config.json"), chosen)
+    if chosen.format.quantized and files.parts:
+        from forerun.models.gguf_import import stored_linears
 
-        kernels = choose_kernels(chosen_device)
-    dtype = _DTYPES[chosen_precision]
+        stored = stored_linears(files.parts, architecture)
+    decoder = Decoder(
+        architecture,
+        tensors,
+        kernels,
+        chosen.format,
+        chosen_device,
+        context_length,
+        stored=stored,
+        linears=linears,
+    )
     return LoadedModel(
         name=name,
         path=directory,
         architecture=architecture,
-        decoder=Decoder(architecture, tensors, kernels, dtype, chosen_device, context_length),
+        decoder=decoder,
         tokenizer=tokenizer,
         chat_template=template,
-        precision=chosen_precision,
+        precision=chosen.name,
+        precision_reason=chosen.reason,
         device=chosen_device,
-        file_bytes=source_bytes or tensors.file_bytes,
-        weight_bytes=parameter_count(architecture) * dtype.itemsize,
+        file_bytes=sum(part.stat().st_size for part in files.parts) or tensors.file_bytes,
+        weight_bytes=decoder.weight_bytes,
     )
 
 
@@ -115,12 +136,26 @@ def choose_device(device: torch.device | str) -> torch.device:
     return chosen
 
 
-def _choose_precision(precision: str) -> Precision:
-    if precision == "auto":
-        return "bf16"
-    if precision not in ("fp32", "bf16"):
-        raise ConfigError(f"precision {precision!r} is not supported; allowed: auto, fp32, bf16")
-    return "fp32" if precision == "fp32" else "bf16"
+def _stored_types(files: ModelFiles) -> dict[str, int]:
+    from forerun.models.gguf_import import stored_types
+
+    return stored_types(files.parts)
+
+
+def _converted(files: ModelFiles, weight_format: WeightFormat, progress: bool | None) -> Path:
+    from forerun.models.gguf_import import converted
+
+    precision: Literal["fp32", "bf16"] = "fp32" if weight_format.dtype is torch.float32 else "bf16"
+    return converted(files.parts, precision, linears=not weight_format.quantized, progress=progress)
+
+
+def _open_linears(kernels: Kernels, sources: Sequence[Path], chosen: ChosenPrecision) -> Linears:
+    """Quantised layers, kept on disk once they are packed. Floating-point weights pack as fast as they can be read."""
+    from forerun.kernels import open_linears
+
+    key = cache_key(sources, QUANTIZATION, chosen.format)
+    stem = sources[0].stem if sources[0].suffix == ".gguf" else sources[0].parent.name
+    return open_linears(kernels, cache_root() / "packed" / f"{stem}-{chosen.name}-{key}")
 
 
 def _read_config(directory: Path) -> dict[str, object]:

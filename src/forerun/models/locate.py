@@ -10,7 +10,7 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -74,6 +74,12 @@ def cache_root() -> Path:
         return Path(chosen).expanduser()
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache") / "forerun"
+
+
+def cache_key(files: Iterable[Path], *more: object) -> str:
+    """A name for what is made from these files and `more`: another one as soon as a file is replaced."""
+    identity = [(str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+    return hashlib.sha256(repr((more, identity)).encode()).hexdigest()[:16]
 
 
 @contextmanager
@@ -162,8 +168,7 @@ def _package_file(package: str, file: str) -> Path | None:
 
 def _join(alias: Alias, pieces: list[Path]) -> Path:
     """Join pieces into one file in the cache, once."""
-    identity = repr([(str(piece.resolve()), piece.stat().st_size, piece.stat().st_mtime_ns) for piece in pieces])
-    directory = cache_root() / "joined" / hashlib.sha256(identity.encode()).hexdigest()[:16]
+    directory = cache_root() / "joined" / cache_key(pieces)
     target = directory / alias.file_name
     if target.is_file():
         return target

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from forerun.errors import WeightsError
+from forerun.kernels.quantized import QuantizedWeight
 from forerun.models.architecture import Architecture
 
 EMBEDDING = "model.embed_tokens.weight"
@@ -114,6 +115,22 @@ def parameter_count(architecture: Architecture) -> int:
     return sum(math.prod(shape) for shape in tensor_shapes(architecture).values())
 
 
+def norm_bytes(architecture: Architecture) -> int:
+    """Bytes that the norms take, in float32."""
+    return 4 * sum(shape[0] for name, shape in tensor_shapes(architecture).items() if name.endswith("norm.weight"))
+
+
+def quantizable(architecture: Architecture) -> set[str]:
+    """Names of the matrices that may be held quantised: linear layers without the routers, and an untied head."""
+    names = set() if architecture.tied_embeddings else {f"{LM_HEAD}.weight"}
+    for layer in range(len(architecture.layers)):
+        parts = layer_parts(architecture, layer)
+        names.update(
+            f"{name}.weight" for linear in parts.linears if linear is not parts.router for name in linear.names
+        )
+    return names
+
+
 def linear_shapes(linear: LinearParts) -> dict[str, Shape]:
     """Name and shape of each tensor of a linear layer."""
     shapes: dict[str, Shape] = {}
@@ -128,11 +145,18 @@ class Weights:
     """A model's tensors under the names of `tensor_shapes`, checked as they are taken.
 
     Understands files of Gemma 3 with vision (the text model under a prefix) and transformers 5's stacked experts. Each
-    tensor is looked up once, and no reference to it is kept.
+    tensor is looked up once, and no reference to it is kept. stored: weights of linear layers that come in another form
+    than `tensors`, and go before them; that of the embedding table is the tied head's.
     """
 
-    def __init__(self, tensors: Mapping[str, Tensor], architecture: Architecture) -> None:
+    def __init__(
+        self,
+        tensors: Mapping[str, Tensor],
+        architecture: Architecture,
+        stored: Mapping[str, Tensor | QuantizedWeight] | None = None,
+    ) -> None:
         self._tensors = tensors
+        self._stored = stored or {}
         self._shapes = tensor_shapes(architecture)
         self._prefix = _text_model_prefix(tensors)
         self._architecture = architecture
@@ -154,6 +178,22 @@ class Weights:
                 f"{list(expected)} of floating point numbers: check that config.json belongs to these weights"
             )
         return tensor.detach()
+
+    def take_linear(self, name: str) -> Tensor | QuantizedWeight:
+        """The weight of a linear layer, in the form in which it is stored. Raises WeightsError as `take` does."""
+        if name not in self._stored:
+            return self.take(name)
+        weight, expected = self._stored[name], self._shapes[name]
+        if tuple(weight.shape) != expected:
+            raise WeightsError(
+                f"tensor '{name}' has shape {list(weight.shape)}; expected is {list(expected)}: check that the "
+                "settings in the file belong to its weights"
+            )
+        return weight
+
+    def is_stored(self, name: str) -> bool:
+        """Whether `take_linear` finds that weight in another form than `take`."""
+        return name in self._stored
 
     def _stored_name(self, name: str) -> str:
         prefix = self._prefix

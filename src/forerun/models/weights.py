@@ -52,9 +52,14 @@ class TensorFiles(Mapping[str, Tensor]):
         return len(self._places)
 
     @property
+    def paths(self) -> list[Path]:
+        """The files, in the order of their names."""
+        return sorted(set(self._places.values()))
+
+    @property
     def file_bytes(self) -> int:
         """Size of all files together, in bytes."""
-        return sum(path.stat().st_size for path in set(self._places.values()))
+        return sum(path.stat().st_size for path in self.paths)
 
     def _handle(self, path: Path) -> Any:
         if path not in self._open:

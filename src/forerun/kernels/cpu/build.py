@@ -71,7 +71,7 @@ def build(target: Path, variant: Variant = RELEASE) -> None:
     command = compiler()
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as directory:
-        units = {name: (name, ()) for name in PORTABLE}
+        units: dict[str, tuple[str, Sequence[str]]] = {name: (name, ()) for name in PORTABLE}
         for name, flags in variant.instruction_sets.items():
             named = (f"-DFORERUN_OPERATIONS={name}_operations", f'-DFORERUN_OPERATIONS_NAME="{name}"')
             units[name] = ("operations", (*flags, *named))
