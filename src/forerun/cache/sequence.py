@@ -72,6 +72,8 @@ class SequenceSlots:
         The first node of each depth gets the slot of its position, so that an accepted first path needs no move; the
         others get slots of their own until `commit`. Returns int64 [n], n <= len(depths): the nodes that got a slot.
         """
+        if not depths:
+            return NO_SLOTS
         root = self.computed
         slots: list[int] = []
         taken: set[int] = set()
