@@ -1,13 +1,14 @@
 """What a step costs outside of the model: planning, drafting, laying out the batch, the choice, committing, the text.
 
-    python bench/step_overhead.py [--steps 2000] [--growth 10000] [--real] [--json OUT]
+    python bench/step_overhead.py [--steps 1000] [--repeats 5] [--growth 10000] [--real] [--json OUT]
 
 A stand-in takes the model's place: its logits name the next token of a long JSON text, so that forward takes almost no
 time, while the tokenizer, the vocabulary and everything around the model are the default model's. --real runs the
 default model itself: slower, but with caches that the weights have swept, as in earnest. Prints the median of every
 part in microseconds, at batch 1 and 8, plain and with the suffix drafter; `overhead` is the step without forward. Then
 the median overhead in windows over many steps, of one long answer and of many short ones: it must not grow.
-On a machine that others use too, compare with the yardstick, and take the least of several runs.
+With the stand-in every run is the same step by step; each is done --repeats times, and of each step and part the least
+time counts, because other programs on the machine only ever add to it.
 """
 
 import argparse
@@ -17,6 +18,7 @@ import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,7 +27,7 @@ import torch
 from torch import Tensor
 
 import forerun.engine.engine as engine_module
-from forerun.config import BatchingConfig, DEFAULT_MODEL, EngineConfig
+from forerun.config import DEFAULT_MODEL, BatchingConfig, EngineConfig
 from forerun.control.fixed import FixedController
 from forerun.drafting.base import DraftLimit
 from forerun.drafting.suffix import SuffixDrafter
@@ -69,6 +71,16 @@ class StandIn:
         return self._logits[: len(wanted)]
 
 
+@dataclass(frozen=True)
+class Case:
+    """What is measured: with which drafter ("plain" is none), how many answers at a time, of how many tokens."""
+
+    drafter: str
+    batch: int
+    answer: int
+    steps: int
+
+
 class Stopwatch:
     """Adds up how long named calls take within a step, and keeps one row of figures for every step."""
 
@@ -105,7 +117,23 @@ class Stopwatch:
 def script_of(tokenizer: Tokenizer, tokens: int) -> list[int]:
     """A JSON text as models write it: keys and layout repeat, values only sometimes."""
     chance, ids, number = random.Random(0), [], 0
-    words = "lamp desk chair shelf green large oak paid open north south berg ruiz okafor sand".split()
+    words = [
+        "lamp",
+        "desk",
+        "chair",
+        "shelf",
+        "green",
+        "large",
+        "oak",
+        "paid",
+        "open",
+        "north",
+        "south",
+        "berg",
+        "ruiz",
+        "okafor",
+        "sand",
+    ]
     while len(ids) < tokens:
         rows = []
         for _ in range(50):
@@ -173,6 +201,11 @@ def measure(engine: Engine, script: list[int], *, batch: int, answer: int, steps
     return watch.steps, tokens
 
 
+def least(runs: Sequence[Sequence[dict[str, float]]]) -> list[dict[str, float]]:
+    """Of every step and part the least time of several runs that did the same."""
+    return [{name: min(step[name] for step in steps) for name in steps[0]} for steps in zip(*runs, strict=True)]
+
+
 def medians(steps: Sequence[dict[str, float]]) -> dict[str, float]:
     """Median of each part, microseconds."""
     return {name: statistics.median(step[name] for step in steps) * 1e6 for name in (*PARTS, "overhead", "forward")}
@@ -189,43 +222,44 @@ def windows(steps: Sequence[dict[str, float]], count: int = 10) -> list[float]:
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=2000, help="decoding steps for the medians of each case")
+    parser.add_argument("--steps", type=int, default=1000, help="decoding steps for the medians of each case")
+    parser.add_argument("--repeats", type=int, default=5, help="how often everything is done")
     parser.add_argument("--growth", type=int, default=10_000, help="decoding steps over which to look for growth")
     parser.add_argument("--real", action="store_true", help="the default model in place of the stand-in; no growth")
     parser.add_argument("--threads", type=int, default=2, help="of the real model")
     parser.add_argument("--json", type=Path, help="write the figures to this file too")
     options = parser.parse_args()
     torch.set_num_threads(options.threads if options.real else 1)
-    started = time.perf_counter()
-    sum(range(10_000_000))
-    print(f"yardstick: this processor sums ten million numbers in {(time.perf_counter() - started) * 1e3:.0f} ms")
-
     model: LoadedModel = load_model(DEFAULT_MODEL)
     tokenizer, vocabulary = model.tokenizer, model.decoder.vocab_size
     result: dict[str, Any] = {"model": "real" if options.real else "stand-in", "us": {}, "windows_us": {}}
     print(f"{'us, medians':24}" + "".join(f"{name:>10}" for name in (*PARTS, "overhead", "forward")) + "  tokens/step")
-    for batch in (1, 8):
-        for name in ("plain", "suffix"):
-            context = 4 * SHORT
-            script = script_of(tokenizer, 1000 * SHORT)
-            decoder = model.decoder if options.real else StandIn(script, vocabulary)
-            engine = build(decoder, tokenizer, batch=batch, context=context, suffix=name == "suffix")
-            steps, tokens = measure(engine, script, batch=batch, answer=SHORT, steps=options.steps)
-            row = medians(steps[len(steps) // 10 :])
-            result["us"][f"{name}, batch {batch}"] = row
-            print(f"{f'{name}, batch {batch}':24}" + "".join(f"{value:10.1f}" for value in row.values())
-                  + f"{tokens / len(steps) / batch:13.2f}")  # fmt: skip
+    script = script_of(tokenizer, 8 * options.growth + 1000 * SHORT)
+    repeats = 1 if options.real else options.repeats
+
+    def run(case: Case) -> tuple[list[dict[str, float]], int]:
+        decoder = model.decoder if options.real else StandIn(script, vocabulary)
+        engine = build(
+            decoder, tokenizer, batch=case.batch, context=case.answer + PROMPT + 64, suffix=case.drafter == "suffix"
+        )
+        return measure(engine, script, batch=case.batch, answer=case.answer, steps=case.steps)
+
+    cases = [Case(drafter, batch, SHORT, options.steps) for batch in (1, 8) for drafter in ("plain", "suffix")]
+    runs = [[run(case) for case in cases] for _ in range(repeats)]
+    for case, *results in zip(cases, *runs, strict=True):
+        row = medians(least([steps for steps, _ in results])[case.steps // 10 :])
+        pace = results[0][1] / case.steps / case.batch
+        result["us"][f"{case.drafter}, batch {case.batch}"] = row
+        print(f"{f'{case.drafter}, batch {case.batch}':24}" + "".join(f"{value:10.1f}" for value in row.values())
+              + f"{pace:13.2f}")  # fmt: skip
     if options.growth and not options.real:
         print(f"\noverhead in ten windows over {options.growth} steps at batch 1, us, medians")
-        for name in ("plain", "suffix"):
+        for drafter in ("plain", "suffix"):
             for kind, answer in (("one answer", 8 * options.growth), ("short answers", SHORT)):
-                script = script_of(tokenizer, answer + 1000 * SHORT)
-                engine = build(
-                    StandIn(script, vocabulary), tokenizer, batch=1, context=answer + 4 * SHORT, suffix=name == "suffix"
-                )
-                steps, _ = measure(engine, script, batch=1, answer=answer, steps=options.growth)
-                row = result["windows_us"][f"{name}, {kind}"] = windows(steps)
-                print(f"{f'{name}, {kind}':24}" + "".join(f"{value:9.1f}" for value in row))
+                case = Case(drafter, 1, answer, options.growth)
+                row = windows(least([run(case)[0] for _ in range(repeats)]))
+                result["windows_us"][f"{drafter}, {kind}"] = row
+                print(f"{f'{drafter}, {kind}':24}" + "".join(f"{value:9.1f}" for value in row))
     if options.json:
         options.json.write_text(json.dumps(result, indent=1))
 
