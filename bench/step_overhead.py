@@ -117,23 +117,7 @@ class Stopwatch:
 def script_of(tokenizer: Tokenizer, tokens: int) -> list[int]:
     """A JSON text as models write it: keys and layout repeat, values only sometimes."""
     chance, ids, number = random.Random(0), [], 0
-    words = [
-        "lamp",
-        "desk",
-        "chair",
-        "shelf",
-        "green",
-        "large",
-        "oak",
-        "paid",
-        "open",
-        "north",
-        "south",
-        "berg",
-        "ruiz",
-        "okafor",
-        "sand",
-    ]
+    words = ["lamp", "desk", "chair", "shelf", "green", "large", "oak", "paid", "open", "north", "berg", "ruiz"]
     while len(ids) < tokens:
         rows = []
         for _ in range(50):

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from forerun.drafting.match_statistics import MatchStatistics, match_kind
 from forerun.drafting.suffix_history import SuffixHistory
-from forerun.drafting.token_index import TokenIndex
+from forerun.drafting.token_index import LONGEST_MATCH, TokenIndex
 from forerun.drafting.tree import EMPTY_TREE, DraftTree
 
 if TYPE_CHECKING:
@@ -25,12 +25,14 @@ LEAD = 16  # tokens of the prompt's end that are remembered before an answer
 SHORTEST_ANSWER = 4  # shorter ones are not worth remembering
 SHARED_DISCOUNT = 0.5  # of a vote from earlier traffic, beside one of the same length from the request itself
 
+_WEIGHTS = [2.0**-shorter for shorter in range(LONGEST_MATCH + 1)]
+"""The weight of a match's vote, by how many tokens it is shorter than the longest."""
 
 _Match: TypeAlias = tuple[memoryview, int, int, float, bool]
 """One earlier occurrence: cells, where in them it goes on, its length, its vote's weight, whether it is our own."""
 
 
-@dataclass
+@dataclass(slots=True)
 class _Branch:
     """A node of the last proposal (or its root): the class of the matches below it, and the children by token."""
 
@@ -152,11 +154,11 @@ class SuffixDrafter:
         own = index.matches(suffix, OCCURRENCES)
         store = self._history.store_of(request.tenant)
         shared = store.matches(suffix, OCCURRENCES) if store else []
-        longest = max((length for length, _ in own + shared), default=0)
-        found: list[_Match] = [(index.cells, cell, length, 2.0 ** (length - longest), True) for length, cell in own]
+        longest = max([length for length, _ in own + shared], default=0)
+        found: list[_Match] = [(index.cells, cell, length, _WEIGHTS[longest - length], True) for length, cell in own]
         if store:
             found += [
-                (store.cells, cell, length, SHARED_DISCOUNT * 2.0 ** (length - longest), False)
+                (store.cells, cell, length, SHARED_DISCOUNT * _WEIGHTS[longest - length], False)
                 for length, cell in shared
             ]
         return found

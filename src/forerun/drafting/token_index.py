@@ -160,7 +160,7 @@ class TokenIndex:
                     there = int.from_bytes(raw[4 * cell + 4 : 4 * (cell + LONGEST_MATCH) + 4], "little")
                     length = LONGEST_MATCH - ((there ^ wanted).bit_length() + 31) // 32
                     if length >= order:  # else another n-gram with the same hash
-                        found.append((min(length, known), cell + LONGEST_MATCH + 1))
+                        found.append((length if length < known else known, cell + LONGEST_MATCH + 1))
                 position = chain[cell]
             if found:
                 return found
