@@ -8,6 +8,8 @@ import numpy as np
 from forerun.cache.pages import PagePool
 from forerun.kernels.batch import IntArray
 
+NO_SLOTS: IntArray = np.empty(0, np.int64)
+
 
 class SequenceSlots:
     """Where the keys and values of one sequence live.
@@ -22,7 +24,8 @@ class SequenceSlots:
         self._keep_prefix = keep_prefix
         self._pages: list[int] = []
         self._tree_pages: list[int] = []
-        self._slots: IntArray = np.empty(0, np.int64)
+        self._table: IntArray = NO_SLOTS  # slots of the positions, and room for more to come
+        self._slots: IntArray = self._table  # the part of it that is in use
         self._keys: list[bytes] = []
 
     @property
@@ -69,22 +72,24 @@ class SequenceSlots:
         The first node of each depth gets the slot of its position, so that an accepted first path needs no move; the
         others get slots of their own until `commit`. Returns int64 [n], n <= len(depths): the nodes that got a slot.
         """
+        if not depths:
+            return NO_SLOTS
         root = self.computed
-        slots = np.empty(len(depths), np.int64)
+        slots: list[int] = []
         taken: set[int] = set()
         spare: list[int] = []
-        for node, depth in enumerate(depths):
-            if depth not in taken and self.reserve(root + depth + 1):
+        for depth in depths:
+            if depth not in taken and (root + depth < len(self._slots) or self.reserve(root + depth + 1)):
                 taken.add(depth)
-                slots[node] = self._slots[root + depth]
+                slots.append(int(self._slots[root + depth]))
                 continue
             if not spare and (pages := self._pool.allocate(1)):
                 self._tree_pages += pages
-                spare = self._slots_of(pages)[::-1].tolist()
+                spare = list(reversed(range(pages[0] * self._pool.page_size, (pages[0] + 1) * self._pool.page_size)))
             if depth not in taken or not spare:
-                return slots[:node]
-            slots[node] = spare.pop()
-        return slots
+                break
+            slots.append(spare.pop())
+        return np.array(slots, np.int64)
 
     def commit(self, computed: int, accepted: Sequence[int] | IntArray = ()) -> tuple[IntArray, IntArray]:
         """A step is over: the first `computed` positions hold committed tokens, once the moves are made.
@@ -93,10 +98,13 @@ class SequenceSlots:
         Returns the moves (source slots, destination slots) that put them where they belong. The caller makes the moves
         before anything else uses the pool; every other slot of the step is given back here.
         """
+        self.computed = computed
+        if not len(accepted):
+            self._trim()
+            return NO_SLOTS, NO_SLOTS
         source = np.asarray(accepted, np.int64)
         target = self._slots[computed - len(source) : computed]
         moved = source != target
-        self.computed = computed
         self._trim()
         return source[moved], target[moved]
 
@@ -105,7 +113,7 @@ class SequenceSlots:
         self._pool.release(self._tree_pages)
         self._pool.release(reversed(self._pages))
         self._tree_pages, self._pages, self._keys = [], [], []
-        self._slots = np.empty(0, np.int64)
+        self._table = self._slots = NO_SLOTS
         self.computed = 0
 
     def keep_prefix(self, tokens: Sequence[int]) -> None:
@@ -120,16 +128,23 @@ class SequenceSlots:
 
     def _trim(self) -> None:
         """Keep what the committed tokens and the next root need."""
-        self._pool.release(self._tree_pages)
-        self._tree_pages = []
+        if self._tree_pages:
+            self._pool.release(self._tree_pages)
+            self._tree_pages = []
         needed = self.computed // self._pool.page_size + 1
-        self._pool.release(reversed(self._pages[needed:]))
-        del self._pages[needed:]
-        self._slots = self._slots[: len(self._pages) * self._pool.page_size]
+        if len(self._pages) > needed:
+            self._pool.release(reversed(self._pages[needed:]))
+            del self._pages[needed:]
+            self._slots = self._table[: needed * self._pool.page_size]
 
     def _append_pages(self, pages: list[int]) -> None:
+        """Append pages; what is there already is copied only when the room is used up, and the room doubles then."""
         self._pages += pages
-        self._slots = np.concatenate([self._slots, self._slots_of(pages)])
+        first, last = len(self._slots), len(self._pages) * self._pool.page_size
+        if last > len(self._table):
+            self._table = np.concatenate([self._slots, np.empty(2 * last - first, np.int64)])
+        self._table[first:last] = self._slots_of(pages)
+        self._slots = self._table[:last]
 
     def _slots_of(self, pages: list[int]) -> IntArray:
         size = self._pool.page_size

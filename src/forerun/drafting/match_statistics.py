@@ -19,7 +19,8 @@ FULL = 400.0
 
 def match_kind(length: int, *, own: bool, several: bool) -> int:
     """The class of a match: by length, by whose text it is, and by whether it occurred more than once."""
-    return _BUCKET[min(length, LONGEST_MATCH)] * _KINDS + 2 * own + several
+    bucket = _BUCKET[length if length < LONGEST_MATCH else LONGEST_MATCH]
+    return bucket * _KINDS + 2 * own + several
 
 
 @dataclass
@@ -55,7 +56,8 @@ class MatchStatistics:
         else:
             expected, weight = self._parent.chance(kind), REQUEST_WEIGHT
         counts = self._counts
-        return min((counts.hits[kind] + weight * expected) / (counts.trials[kind] + weight), 0.999)
+        chance = (counts.hits[kind] + weight * expected) / (counts.trials[kind] + weight)
+        return chance if chance < 0.999 else 0.999
 
     def add(self, kind: int, listed: float, hit: bool) -> None:
         """Count a match. listed: the part (0, 1] of its votes that was proposed; hit: whether one of them was right."""

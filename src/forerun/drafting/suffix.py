@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from forerun.drafting.match_statistics import MatchStatistics, match_kind
 from forerun.drafting.suffix_history import SuffixHistory
-from forerun.drafting.token_index import TokenIndex
+from forerun.drafting.token_index import LONGEST_MATCH, TokenIndex
 from forerun.drafting.tree import EMPTY_TREE, DraftTree
 
 if TYPE_CHECKING:
@@ -25,12 +25,14 @@ LEAD = 16  # tokens of the prompt's end that are remembered before an answer
 SHORTEST_ANSWER = 4  # shorter ones are not worth remembering
 SHARED_DISCOUNT = 0.5  # of a vote from earlier traffic, beside one of the same length from the request itself
 
+_WEIGHTS = [2.0**-shorter for shorter in range(LONGEST_MATCH + 1)]
+"""The weight of a match's vote, by how many tokens it is shorter than the longest."""
 
 _Match: TypeAlias = tuple[memoryview, int, int, float, bool]
 """One earlier occurrence: cells, where in them it goes on, its length, its vote's weight, whether it is our own."""
 
 
-@dataclass
+@dataclass(slots=True)
 class _Branch:
     """A node of the last proposal (or its root): the class of the matches below it, and the children by token."""
 
@@ -39,7 +41,28 @@ class _Branch:
     children: dict[int, "_Branch | None"] = field(default_factory=dict)
 
 
-_Guess: TypeAlias = tuple[float, int, int, int, int, float, _Branch, list[_Match]]
+@dataclass(slots=True)
+class _Voters:
+    """Matches whose texts went on alike so far. longest: the length of the longest; own: whether one of those is ours.
+
+    weight: the sum of their votes.
+    """
+
+    matches: list[_Match] = field(default_factory=list)
+    longest: int = 0
+    own: bool = False
+    weight: float = 0.0
+
+    def add(self, match: _Match) -> None:
+        """One more that went on like the others."""
+        self.matches.append(match)
+        _, _, length, weight, mine = match
+        self.weight += weight
+        if length > self.longest or (length == self.longest and mine):
+            self.longest, self.own = length, mine
+
+
+_Guess: TypeAlias = tuple[float, int, int, int, int, float, _Branch, _Voters]
 """Minus the score, a tie-breaker, parent, level, token, share of the votes, the parent's branch, voters."""
 
 
@@ -131,11 +154,11 @@ class SuffixDrafter:
         own = index.matches(suffix, OCCURRENCES)
         store = self._history.store_of(request.tenant)
         shared = store.matches(suffix, OCCURRENCES) if store else []
-        longest = max((length for length, _ in own + shared), default=0)
-        found: list[_Match] = [(index.cells, cell, length, 2.0 ** (length - longest), True) for length, cell in own]
+        longest = max([length for length, _ in own + shared], default=0)
+        found: list[_Match] = [(index.cells, cell, length, _WEIGHTS[longest - length], True) for length, cell in own]
         if store:
             found += [
-                (store.cells, cell, length, SHARED_DISCOUNT * 2.0 ** (length - longest), False)
+                (store.cells, cell, length, SHARED_DISCOUNT * _WEIGHTS[longest - length], False)
                 for length, cell in shared
             ]
         return found
@@ -165,7 +188,10 @@ def grow(
     scores: list[float] = []
     root = _Branch()
     heap: list[_Guess] = []
-    _guess(heap, matches, statistics, root, -1, 0, 1.0, min_score, width)
+    everyone = _Voters()
+    for match in matches:
+        everyone.add(match)
+    _guess(heap, everyone, statistics, root, -1, 0, 1.0, min_score, width)
     while heap and len(tokens) < nodes:
         negative, _, parent, level, token, share, above, voters = heappop(heap)
         branch = above.children[token] = _Branch()
@@ -182,7 +208,7 @@ def grow(
 
 def _guess(
     heap: list[_Guess],
-    voters: Sequence[_Match],
+    voters: _Voters,
     statistics: MatchStatistics,
     branch: _Branch,
     node: int,
@@ -192,30 +218,29 @@ def _guess(
     width: int,
 ) -> None:
     """Put the likely children of a node on the heap: what the voters' text goes on with after `level` tokens."""
-    longest, own, total = 0, False, 0.0
-    groups: dict[int, list[_Match]] = {}
-    weights: dict[int, float] = {}
-    for voter in voters:
-        cells, cell, length, weight, mine = voter
-        if length > longest or (length == longest and mine):
-            longest, own = length, mine
-        following = cells[cell + level]
-        if not following:  # that sequence ended here
-            continue
-        total += weight
-        if following in groups:
-            groups[following].append(voter)
-            weights[following] += weight
-        else:
-            groups[following] = [voter]
-            weights[following] = weight
-    branch.kind = match_kind(longest + level, own=own, several=len(voters) > 1)
+    matches = voters.matches
+    branch.kind = match_kind(voters.longest + level, own=voters.own, several=len(matches) > 1)
     score *= statistics.chance(branch.kind)
-    ranked = groups if len(groups) == 1 else sorted(groups, key=weights.__getitem__, reverse=True)[:width]
-    for cell in ranked:
-        share = weights[cell] / total
+    if score < min_score:
+        return
+    following = {cells[cell + level] for cells, cell, _, _, _ in matches}
+    if len(following) == 1:  # they all agree, as they mostly do
+        if cell := following.pop():  # else their sequences ended here
+            heappush(heap, (-score, len(heap) + (node + 1) * 64, node, level + 1, cell - 1, 1.0, branch, voters))
+        return
+    total = 0.0
+    groups: dict[int, _Voters] = {}
+    for match in matches:
+        cell = match[0][match[1] + level]
+        if not cell:
+            continue
+        if cell not in groups:
+            groups[cell] = _Voters()
+        groups[cell].add(match)
+        total += match[3]
+    for cell in sorted(groups, key=lambda cell: groups[cell].weight, reverse=True)[:width]:
+        share = groups[cell].weight / total
         if score * share < min_score:
             break
-        heappush(
-            heap, (-score * share, len(heap) + (node + 1) * 64, node, level + 1, cell - 1, share, branch, groups[cell])
-        )
+        order = len(heap) + (node + 1) * 64
+        heappush(heap, (-score * share, order, node, level + 1, cell - 1, share, branch, groups[cell]))

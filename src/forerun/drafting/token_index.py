@@ -4,7 +4,8 @@ Used for a request's own tokens and for earlier traffic alike. Nothing here know
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from operator import mul
 
 import numpy as np
 
@@ -15,6 +16,7 @@ LAST_POSITION = 2**31 - 1
 """Positions are 32 bits wide; before they run out, everything is forgotten."""
 
 _MULTIPLIERS = tuple(pow(0x9E3779B97F4A7C15, power, 1 << 64) for power in range(1, LONGEST_MATCH + 1))
+_BY_ORDER = [_MULTIPLIERS[:order][::-1] for order in range(LONGEST_MATCH + 1)]  # the last token's multiplier last
 _WORD = (1 << 64) - 1
 _BULK = 48  # from this many tokens on, numpy is quicker than a loop over them
 
@@ -30,6 +32,14 @@ class Suffix:
     cells: memoryview
     length: int
     home: "TokenIndex"
+    _sums: dict[int, int] = field(default_factory=dict)
+
+    def sum(self, order: int) -> int:
+        """What the last `order` tokens are hashed by; computed once, however many indexes are searched."""
+        found = self._sums.get(order)
+        if found is None:
+            found = self._sums[order] = _sum(self.cells[LONGEST_MATCH - order :], _BY_ORDER[order])
+        return found
 
 
 class TokenIndex:
@@ -54,7 +64,7 @@ class TokenIndex:
         # Single numbers are read and written through memoryviews: several times quicker than through numpy.
         self.cells = self._array.data
         self._bytes = self._array.data.cast("B")
-        self._single = [(order, head.data, chain.data) for order, head, chain in self._bulk]
+        self._single = [(order, _BY_ORDER[order], head.data, chain.data) for order, head, chain in self._bulk]
         self._end = 1  # position of the next token
         self._start = 1  # position of the current sequence's first token
 
@@ -94,9 +104,9 @@ class TokenIndex:
             cell = LONGEST_MATCH + position % capacity
             cells[cell] = token + 1
             length = position - self._start + 1
-            for order, head, chain in self._single:
+            for order, multipliers, head, chain in self._single:
                 if length >= order:
-                    slot = _hash(cells[cell - order + 1 : cell + 1], shift)
+                    slot = (_sum(cells[cell - order + 1 : cell + 1], multipliers) & _WORD) >> shift
                     chain[position % capacity] = head[slot]
                     head[slot] = position
             self._end = position + 1
@@ -135,11 +145,11 @@ class TokenIndex:
             newest -= 1
             limit += 1
         wanted, known = suffix.number, suffix.length
-        for order, head, chain in self._single:
+        for order, _, head, chain in self._single:
             if known < order:
                 continue
             found: list[tuple[int, int]] = []
-            position = head[_hash(suffix.cells[LONGEST_MATCH - order :], shift)]
+            position = head[(suffix.sum(order) & _WORD) >> shift]
             left = limit
             while left and position > oldest and position:
                 left -= 1
@@ -150,7 +160,7 @@ class TokenIndex:
                     there = int.from_bytes(raw[4 * cell + 4 : 4 * (cell + LONGEST_MATCH) + 4], "little")
                     length = LONGEST_MATCH - ((there ^ wanted).bit_length() + 31) // 32
                     if length >= order:  # else another n-gram with the same hash
-                        found.append((min(length, known), cell + LONGEST_MATCH + 1))
+                        found.append((length if length < known else known, cell + LONGEST_MATCH + 1))
                 position = chain[cell]
             if found:
                 return found
@@ -191,9 +201,6 @@ class TokenIndex:
         self._end -= 1
 
 
-def _hash(cells: Sequence[int] | memoryview, shift: int) -> int:
-    """The place of an n-gram in the table of heads: the highest bits of a sum of odd multiples."""
-    total = 0
-    for cell, multiplier in zip(reversed(cells), _MULTIPLIERS, strict=False):
-        total += cell * multiplier
-    return (total & _WORD) >> shift
+def _sum(cells: memoryview, multipliers: Sequence[int]) -> int:
+    """A sum of odd multiples of an n-gram's cells. Its 64 low bits, or the highest of them, are its hash."""
+    return sum(map(mul, cells, multipliers))

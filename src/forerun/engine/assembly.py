@@ -27,7 +27,7 @@ class StepWork:
 def assemble(parts: Sequence[StepWork]) -> TokenBatch:
     """The batch of a step; the logits come back part after part, root first, then the nodes in the tree's order."""
     token_ids: list[int] = []
-    positions: list[IntArray] = []
+    positions: list[int] = []
     slots: list[IntArray] = []
     paths: list[AttentionPath] = []
     logit_rows: list[int] = []
@@ -37,28 +37,32 @@ def assemble(parts: Sequence[StepWork]) -> TokenBatch:
         root = first + count - 1
         token_ids += part.work.request.tokens[first : first + count]
         token_ids += tree.tokens
-        positions.append(np.arange(first, first + count))
-        positions.append(root + np.asarray(tree.depths(), np.int64))
-        committed = part.work.request.slots.slots[: root + 1]
-        slots += [committed[first:], part.tree_slots]
-        paths += _paths(part, row, group, committed)
+        positions += range(first, first + count)
+        positions += [root + depth for depth in tree.depths()]
+        slots += [part.work.request.slots.slots[first : root + 1], part.tree_slots]
+        paths += _paths(part, row, group)
         if part.work.emits:
             logit_rows += range(row + count - 1, len(token_ids))
     return TokenBatch(
-        np.asarray(token_ids, np.int64),
-        np.concatenate(positions),
+        np.array(token_ids, np.int64),
+        np.array(positions, np.int64),
         np.concatenate(slots),
         paths,
-        np.asarray(logit_rows, np.int64),
+        np.array(logit_rows, np.int64),
     )
 
 
-def _paths(part: StepWork, row: int, group: int, committed: IntArray) -> list[AttentionPath]:
-    """One path per leaf of the tree; the first one also carries the committed rows."""
-    chunk = np.arange(row, row + part.work.count)
-    tree = part.tree
+def _paths(part: StepWork, row: int, group: int) -> list[AttentionPath]:
+    """One path per leaf of the tree; the first one also carries the committed rows.
+
+    The line of nodes that lie where the sequence will go on is a piece of the sequence's own slots, without a copy.
+    """
+    tree, slots = part.tree, part.work.request.slots.slots
+    committed = part.work.first + part.work.count
+    rows = list(range(row, row + part.work.count))
     if not len(tree):
-        return [AttentionPath(committed, chunk, group, len(committed))]
+        return [AttentionPath(slots[:committed], np.array(rows, np.int64), group, committed)]
+    tree_slots = part.tree_slots.tolist()
     paths: list[AttentionPath] = []
     placed: set[int] = set()
     inner = set(tree.parents)
@@ -71,8 +75,12 @@ def _paths(part: StepWork, row: int, group: int, committed: IntArray) -> list[At
             branch.append(node)
             node = tree.parents[node]
         branch.reverse()
-        rows = row + part.work.count + np.asarray([node for node in branch if node not in placed], np.int64)
+        rows += [row + part.work.count + node for node in branch if node not in placed]
         placed.update(branch)
-        slots = np.concatenate([committed, part.tree_slots[branch]])
-        paths.append(AttentionPath(slots, rows if paths else np.concatenate([chunk, rows]), group, len(committed)))
+        length = committed + len(branch)
+        path_slots, branch_slots = slots[:length], [tree_slots[node] for node in branch]
+        if path_slots[committed:].tolist() != branch_slots:
+            path_slots = np.concatenate([slots[:committed], np.array(branch_slots, np.int64)])
+        paths.append(AttentionPath(path_slots, np.array(rows, np.int64), group, committed))
+        rows = []
     return paths

@@ -206,12 +206,12 @@ class Engine:
     def _verify(self, parts: Sequence[StepWork], logits: Tensor) -> list[Verdict | None]:
         """What each request emits: None while its prompt is unfinished, or when its logits are unusable."""
         verdicts: list[Verdict | None] = []
-        start = 0
+        step_rows, start = LogitRows(logits), 0
         for part in parts:
             request, end = part.work.request, start + part.logit_rows
             verdict = None
             if part.work.emits:
-                rows = LogitRows(logits[start:end])
+                rows = step_rows.part(start, end)
                 try:
                     verdict = verify(part.tree, rows, request.state, stop=request.take)
                 except Exception as error:
@@ -233,6 +233,9 @@ class Engine:
             committed.append(request)
             computed = part.work.first + part.work.count
             path = verdict.path if verdict else ()
+            if not path:
+                request.slots.commit(computed)
+                continue
             source, target = request.slots.commit(computed + len(path), part.tree_slots[list(path)])
             sources += source.tolist()
             targets += target.tolist()
@@ -254,11 +257,7 @@ class Engine:
             request.record(verdict.sources, verdict.logprobs)
             if request.first_token_at is None:
                 request.count_prefill(part.work.first, part.work.count)
-            else:
-                request.count(
-                    steps=1, drafted=verdict.drafted, accepted=verdict.accepted, decode_tokens=len(verdict.tokens)
-                )
-            request.clock(now)
+            request.count_step(verdict.drafted, verdict.accepted, len(verdict.tokens), now)
             self.speculation.observe(request, verdict)
             if request.finished:
                 self._retire(request)

@@ -117,25 +117,34 @@ class Request:
             self.count(prefill_tokens=end - start)
             self.prefilled = end
 
-    def clock(self, now: float) -> None:
-        """Note the time at which a step's tokens were emitted."""
+    def count_step(self, drafted: int, accepted: int, emitted: int, now: float) -> None:
+        """Count the step that emitted tokens at `now`; the first tokens are those of the prompt's own step."""
+        stats = self.stats
         if self.first_token_at is None:
             self.first_token_at = now
-            self.stats = replace(self.stats, ttft_s=now - self.arrived_at)
-        else:
-            self.stats = replace(self.stats, decode_s=now - self.first_token_at)
+            self.stats = replace(stats, ttft_s=now - self.arrived_at)
+            return
+        self.stats = replace(
+            stats,
+            steps=stats.steps + 1,
+            drafted=stats.drafted + drafted,
+            accepted=stats.accepted + accepted,
+            decode_tokens=stats.decode_tokens + emitted,
+            decode_s=now - self.first_token_at,
+        )
 
     def chunk(self) -> TokenChunk:
         """What has been added since the last chunk."""
-        tokens, start = self.answer, self.reported
-        self.reported = len(tokens)
+        start = self.reported
+        tokens = self.tokens[self.prompt_length + start :]  # not all of the answer, which grows
+        self.reported += len(tokens)
         text = self.text.take()
         self.full_text.append(text)
         return TokenChunk(
             self.parent_id,
             self.index,
             text,
-            tuple(tokens[start:]),
+            tuple(tokens),
             tuple(self.sources[start:]),
             None if self.params.logprobs is None else tuple(self.logprobs[start:]),
             self.finish_reason,

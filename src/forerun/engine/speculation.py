@@ -39,12 +39,12 @@ class Speculation:
         contexts = [requests[at].draft_context() for at in asking]
         proposals = [proposal for drafter in list(self.drafters) if (proposal := self._ask(drafter, contexts, limit))]
         for at, context, *guesses in zip(asking, contexts, *proposals, strict=True):
-            trees[at] = self._merge(guesses, context, limit)
+            trees[at] = guesses[0] if len(guesses) == 1 else self._merge(guesses, context, limit)
         return self.controller.plan(trees, free_rows)
 
     def observe(self, request: Request, verdict: Verdict) -> None:
         """Tell the drafters what became of a step of this request."""
-        if request.speculate:
+        if request.speculate and self.drafters:
             context = request.draft_context()
             for drafter in list(self.drafters):
                 self._guard(drafter, partial(drafter.observe, context, verdict))

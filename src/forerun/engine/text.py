@@ -23,7 +23,11 @@ class AnswerText:
         """Add a token; True when a stop string is complete. A hidden token ends the answer and shows no text."""
         if self._stream is None or hidden:
             return False
-        self._held += self._stream.push(token)
+        text = self._stream.push(token)
+        if not self._stop:
+            self._ready.append(text)
+            return False
+        self._held += text
         if may_stop and self._cut_at_stop():
             return True
         certain = len(self._held) - self._doubtful()

@@ -3,6 +3,7 @@
 The order is logit_bias, penalties, min_tokens, temperature, top_k, top_p, min_p, then argmax(score + noise).
 """
 
+import math
 from collections.abc import Collection, Sequence
 
 import numpy as np
@@ -162,7 +163,7 @@ def checked_best(logits: Logits) -> int:
 
 def check_highest(value: float, token: int) -> None:
     """Raise EngineError unless the highest logit of a row, found at `token`, is finite."""
-    if np.isfinite(value):
+    if math.isfinite(value):
         return
     if value == -np.inf:
         raise EngineError(

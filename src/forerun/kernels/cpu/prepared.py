@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,7 +16,7 @@ from forerun.kernels.cpu.binding import floats, integers, is_bf16
 from forerun.kernels.kv_store import KVStore
 from forerun.kernels.reference import ReferenceKernels
 
-PATH = np.dtype([("slots", np.uintp), ("length", np.int64), ("shared", np.int64)])  # `Path` of operations.h
+_UNLIMITED = int(np.iinfo(np.int64).max)
 
 
 class Addresses(NamedTuple):
@@ -56,7 +57,8 @@ class PreparedBatch:
     """What `CpuKernels.prepare` returns; all arrays contiguous int64 and in range for `store`.
 
     order: the rows of the batch, those of a group together. path_of: for each entry of `order`, its path.
-    groups: where in `order` each group begins, and its length. paths: PATH, their slots kept alive by `held`.
+    groups: where in `order` each group begins, and its length. paths: three numbers each, `Path` of operations.h; the
+    slots that it points to are kept alive by `held`. `numbers` holds positions ... paths, one behind the other.
     """
 
     batch: TokenBatch
@@ -69,7 +71,8 @@ class PreparedBatch:
     order: IntArray
     path_of: IntArray
     groups: IntArray
-    paths: np.ndarray[Any, Any]
+    paths: IntArray
+    numbers: IntArray
     held: Sequence[IntArray]
     rotary: Sequence[tuple[Tensor, Tensor]]
 
@@ -81,7 +84,9 @@ class PreparedBatch:
     @cached_property
     def at(self) -> Addresses:
         """Where the arrays lie."""
-        return Addresses(*(getattr(self, name).ctypes.data for name in Addresses._fields))
+        first, size = self.numbers.ctypes.data, self.numbers.itemsize
+        rows, wanted, groups = size * self.rows, size * len(self.logit_rows), size * len(self.groups)
+        return Addresses(*accumulate((rows, rows, wanted, rows, rows, groups), initial=first))
 
     @cached_property
     def reference(self) -> Any:
@@ -90,9 +95,12 @@ class PreparedBatch:
 
 
 def prepare(batch: TokenBatch, store: KVStore, rotary: Sequence[tuple[Tensor, Tensor]]) -> PreparedBatch:
-    """Check the batch and lay it out. Raises EngineError if an index is out of range or a row is not on one path."""
+    """Check the batch and lay it out. Raises EngineError if an index is out of range or a row is not on one path.
+
+    In lists: a step has few rows, and then numpy's calls cost more than their loops (45 us a row, with arrays 100).
+    """
     rows = batch.rows
-    length = min((len(cosines) for cosines, _ in rotary), default=np.iinfo(np.int64).max)
+    length = min((cosines.shape[0] for cosines, _ in rotary), default=_UNLIMITED)
     positions = integers(batch.positions, 0, length, "positions")
     slots = integers(batch.slots, 0, store.slots + 1, "slots")
     logit_rows = integers(batch.logit_rows, 0, rows, "logit rows")
@@ -101,35 +109,51 @@ def prepare(batch: TokenBatch, store: KVStore, rotary: Sequence[tuple[Tensor, Te
             f"a batch has {rows} tokens, {len(positions)} positions and {len(slots)} slots; all must be equal"
         )
     ordered = sorted(batch.paths, key=lambda path: path.group)
-    row_lists = [integers(path.rows, 0, rows, "rows of a path") for path in ordered]
-    order = np.concatenate(row_lists) if row_lists else np.empty(0, np.int64)
-    if len(order) != rows or (np.bincount(order, minlength=rows) != 1).any():
+    row_lists = [path.rows.tolist() for path in ordered]
+    order = [row for own in row_lists for row in own]
+    if sorted(order) != list(range(rows)):
         raise EngineError(f"every row of a batch lies on exactly one path; the {rows} rows lie on paths so: {order}")
-    held = [_path_slots(path, own, positions, store) for path, own in zip(ordered, row_lists, strict=True)]
-    group_ids = np.array([path.group for path in ordered], np.int64)
-    path_of = np.repeat(np.arange(len(ordered)), [len(own) for own in row_lists])
-    starts = np.flatnonzero(np.diff(group_ids[path_of], prepend=group_ids[path_of[0]] - 1))
-    shared: dict[int, int] = {}
-    for path in ordered:
-        shared[path.group] = min(path.shared, shared.get(path.group, path.shared))
-    paths = np.zeros(len(ordered), PATH)
-    for number, (path, own) in enumerate(zip(ordered, held, strict=True)):
-        paths[number] = (own.ctypes.data, len(own), shared[path.group])
+    position_of = positions.tolist()
+    held = [
+        _path_slots(path, max((position_of[row] for row in own), default=-1), store)
+        for path, own in zip(ordered, row_lists, strict=True)
+    ]
+    groups, shared = _groups(ordered)
+    paths: list[int] = []
+    for path, own in zip(ordered, held, strict=True):
+        paths += own.ctypes.data, len(own), shared[path.group]
+    path_of = [number for number, own in enumerate(row_lists) for _ in own]
+    numbers = np.concatenate([positions, slots, logit_rows, np.array([*order, *path_of, *groups, *paths], np.int64)])
+    wanted = 2 * rows + len(logit_rows)
     return PreparedBatch(
         batch=batch,
         store=store,
         layout=_store_layout(store),
         token_ids=np.ascontiguousarray(batch.token_ids, np.int64),
-        positions=positions,
-        slots=slots,
-        logit_rows=logit_rows,
-        order=order,
-        path_of=path_of.astype(np.int64),
-        groups=np.append(starts, rows).astype(np.int64),
-        paths=paths,
+        positions=numbers[:rows],
+        slots=numbers[rows : 2 * rows],
+        logit_rows=numbers[2 * rows : wanted],
+        order=numbers[wanted : wanted + rows],
+        path_of=numbers[wanted + rows : wanted + 2 * rows],
+        groups=numbers[wanted + 2 * rows : -len(paths)],
+        paths=numbers[-len(paths) :],
+        numbers=numbers,
         held=held,
         rotary=[_table(cosines, sines) for cosines, sines in rotary],
     )
+
+
+def _groups(ordered: Sequence[AttentionPath]) -> tuple[list[int], dict[int, int]]:
+    """Where the rows of each group begin, and their number in all; how many leading slots the paths of each share."""
+    starts: list[int] = []
+    shared: dict[int, int] = {}
+    count = 0
+    for path in ordered:
+        if path.group not in shared:
+            starts.append(count)
+        shared[path.group] = min(path.shared, shared.get(path.group, path.shared))
+        count += len(path.rows)
+    return [*starts, count], shared
 
 
 def _store_layout(store: KVStore) -> StoreLayout:
@@ -141,12 +165,13 @@ def _store_layout(store: KVStore) -> StoreLayout:
     return StoreLayout(store.keys.data_ptr(), store.values.data_ptr(), layers, layer_bytes, (kv_heads, size), bf16)
 
 
-def _path_slots(path: AttentionPath, rows: IntArray, positions: IntArray, store: KVStore) -> IntArray:
+def _path_slots(path: AttentionPath, reach: int, store: KVStore) -> IntArray:
+    """The path's slots, checked. reach: the last position of its rows."""
     slots = integers(path.slots, 0, store.slots + 1, "slots of a path")
-    if len(rows) and int(positions[rows].max()) >= len(slots):
+    if reach >= len(slots):
         raise EngineError(
-            f"a path of {len(slots)} slots has a row at position {int(positions[rows].max())}; a path reaches at "
-            "least to the position of its last row"
+            f"a path of {len(slots)} slots has a row at position {reach}; a path reaches at least to the position of "
+            "its last row"
         )
     if not 0 <= path.shared <= len(slots):
         raise EngineError(
