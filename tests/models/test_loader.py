@@ -65,7 +65,7 @@ def test_a_gguf_is_held_in_the_precision_that_was_asked_for(tmp_path, precision,
     write_gguf(tmp_path / "m.gguf", quantisation=quantisation)
     model = load(str(tmp_path / "m.gguf"), precision=precision)
     assert model.precision == precision
-    codes = model.decoder._layers[0].qkv.codes
+    codes = model.decoder.layers[0].qkv.codes
     assert codes.shape[1] == group
     assert codes.abs().max() == largest
     assert model.decoder.new_store(1).keys.dtype is torch.bfloat16
@@ -74,16 +74,15 @@ def test_a_gguf_is_held_in_the_precision_that_was_asked_for(tmp_path, precision,
 @pytest.mark.parametrize("quantisation", ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"])
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("family", ["llama", "gemma2", "mixtral"])
-def test_blocks_of_a_gguf_lose_nothing(tmp_path, monkeypatch, family, tied, quantisation):
+def test_blocks_of_a_gguf_lose_nothing(tmp_path, family, tied, quantisation):
     """The layers hold the very numbers that dequantising gives: auto is as far from them as activations are coarse."""
-    monkeypatch.setattr("forerun.models.precision.AUTO_TAKES_BLOCKS", True)
     tied = tied or family == "gemma2"
     write_gguf(tmp_path / "m.gguf", family, quantisation=quantisation, tie_word_embeddings=tied)
     exact = load(str(tmp_path / "m.gguf"), precision="fp32")
     held = load_model(str(tmp_path / "m.gguf"), kernels=NativeKernels("cpu"), device="cpu")
     assert held.precision == ("int4" if quantisation.startswith("Q4") else "int8")
     assert quantisation in held.precision_reason
-    for mine, true in zip(held.decoder._layers, exact.decoder._layers, strict=True):
+    for mine, true in zip(held.decoder.layers, exact.decoder.layers, strict=True):
         pairs = [(mine.qkv, true.qkv), (mine.output, true.output)]
         if mine.mixture is None:
             pairs += [(mine.gate_up, true.gate_up), (mine.down, true.down)]
@@ -91,7 +90,7 @@ def test_blocks_of_a_gguf_lose_nothing(tmp_path, monkeypatch, family, tied, quan
             pairs += zip(mine.mixture.down, true.mixture.down, strict=True)
         for quantized, plain in pairs:
             assert torch.equal(numbers(quantized), plain.weight)
-    assert torch.equal(numbers(held.decoder._lm_head), exact.decoder._lm_head.weight)
+    assert torch.equal(numbers(held.decoder.lm_head), exact.decoder.lm_head.weight)
 
 
 def numbers(packed):
@@ -102,23 +101,21 @@ def numbers(packed):
     return values.permute(2, 0, 1).flatten(1)
 
 
-def test_a_gguf_of_mixed_types_is_held_as_it_is_where_it_can_be(tmp_path, monkeypatch):
-    monkeypatch.setattr("forerun.models.precision.AUTO_TAKES_BLOCKS", True)
+def test_a_gguf_of_mixed_types_is_held_as_it_is_where_it_can_be(tmp_path):
     kinds = {"attn_q": "Q4_0", "attn_k": "Q4_1", "attn_v": "Q8_0", "ffn_gate": "Q5_1", "ffn_up": "F16"}
     write_gguf(tmp_path / "m.gguf", quantisation="Q4_1", kinds=kinds)
     exact = load(str(tmp_path / "m.gguf"), precision="fp32").decoder
     held = load_model(str(tmp_path / "m.gguf"), kernels=NativeKernels("cpu"), device="cpu")
     assert "F16 weights are held in bf16" in held.precision_reason
-    mine, true = held.decoder._layers[1], exact._layers[1]
+    mine, true = held.decoder.layers[1], exact.layers[1]
     assert torch.equal(numbers(mine.qkv), true.qkv.weight)
     assert torch.equal(mine.gate_up.weight, true.gate_up.weight.bfloat16())
-    asked = load(str(tmp_path / "m.gguf"), precision="int4").decoder._layers[1]
+    asked = load(str(tmp_path / "m.gguf"), precision="int4").decoder.layers[1]
     assert torch.equal(numbers(asked.gate_up)[:96], true.gate_up.weight[:96])
     assert (numbers(asked.gate_up)[96:] - true.gate_up.weight[96:]).abs().max() < 0.01
 
 
 def test_the_types_of_a_gguf_are_read_once(tmp_path, monkeypatch):
-    monkeypatch.setattr("forerun.models.precision.AUTO_TAKES_BLOCKS", True)
     write_gguf(tmp_path / "m.gguf", quantisation="Q8_0")
     parts = (tmp_path / "m.gguf",)
     types = stored_types(parts)

@@ -7,7 +7,6 @@ import torch
 
 from forerun.errors import ConfigError, WeightsError
 from forerun.kernels.quantized import QuantizedWeight
-from forerun.models import precision
 from forerun.models.precision import WeightFormat, choose_precision
 from forerun.models.quantization import quantize_rows
 from tests.models.test_decoder import decode_with
@@ -62,16 +61,10 @@ def test_what_is_asked_for_is_had_and_blocks_are_kept_where_they_lose_nothing_an
         (FOUR, False, "bf16", WeightFormat(torch.bfloat16), "not faster with quantised"),
     ],
 )
-def test_auto_takes_blocks_that_are_most_of_a_file(monkeypatch, stored, native, name, weights, reason):
-    monkeypatch.setattr(precision, "AUTO_TAKES_BLOCKS", True)
+def test_auto_takes_blocks_that_are_most_of_a_file(stored, native, name, weights, reason):
     chosen = choose("auto", stored, native=native)
     assert (chosen.name, chosen.format) == (name, weights)
     assert re.search(reason, chosen.reason)
-
-
-def test_auto_is_bf16_until_blocks_are_switched_on(monkeypatch):
-    monkeypatch.setattr(precision, "AUTO_TAKES_BLOCKS", False)
-    assert choose("auto", FOUR).format == WeightFormat(torch.bfloat16)
 
 
 def test_an_unknown_precision_lists_the_known():

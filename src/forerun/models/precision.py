@@ -15,9 +15,6 @@ from forerun.models.quantization import BLOCK_TYPES, fits_groups, quantize, quan
 Precision = Literal["fp32", "bf16", "int8", "int4"]
 PRECISIONS: tuple[Precision, ...] = get_args(Precision)
 
-# Set this to True once the native kernels multiply with quantised weights: `auto` then takes a GGUF's own blocks.
-AUTO_TAKES_BLOCKS = False
-
 
 @dataclass(frozen=True)
 class WeightFormat:
@@ -110,8 +107,6 @@ def choose_precision(
 
 def _automatic(native: bool, stored: Callable[[], Mapping[str, int]]) -> ChosenPrecision:
     plain = WeightFormat(torch.bfloat16)
-    if not AUTO_TAKES_BLOCKS:
-        return ChosenPrecision("bf16", plain, "It is what auto means so far.")
     if not native:
         return ChosenPrecision("bf16", plain, "These kernels are not faster with quantised weights.")
     kinds = stored()
