@@ -117,9 +117,9 @@ def test_embeddings_routers_and_cache_stay_in_bf16_and_linear_layers_do_not(bits
     decoder = tiny_decoder("mixtral", dtype=torch.bfloat16, bits=bits)
     assert decoder.new_store(4).keys.dtype == torch.bfloat16
     assert decoder._embedding.dtype == torch.bfloat16
-    mixture = decoder._layers[0].mixture
+    mixture = decoder.layers[0].mixture
     assert mixture.router.weight.dtype == torch.bfloat16
-    for packed in (decoder._layers[0].qkv, mixture.gate_up[1], mixture.down[3], decoder._lm_head):
+    for packed in (decoder.layers[0].qkv, mixture.gate_up[1], mixture.down[3], decoder.lm_head):
         assert packed.grouped == (bits == 4)
 
 
@@ -143,7 +143,7 @@ def test_a_tied_head_is_quantised_from_the_table_as_it_is_stored():
     tensors = tiny_tensors(config)
     decoder = tiny_decoder(tie_word_embeddings=True, dtype=torch.bfloat16, bits=8)
     expected = quantize_rows(tensors["model.embed_tokens.weight"]).codes
-    assert torch.equal(decoder._lm_head.codes[0].T, expected.double())
+    assert torch.equal(decoder.lm_head.codes[0].T, expected.double())
 
 
 def test_a_weight_that_is_not_finite_names_its_layer():
