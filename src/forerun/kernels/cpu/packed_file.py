@@ -15,14 +15,13 @@ import tempfile
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from ctypes import c_void_p
+from ctypes import c_uint8, c_void_p
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
-import torch
 
 from forerun.kernels.cpu.binding import LIBRARY, WeightArgument, library
 from forerun.kernels.cpu.kernels import CpuKernels
@@ -116,11 +115,13 @@ class _Mapped:
         if described is None:
             return None
         argument, memory = WeightArgument(**described["numbers"]), {}
-        for pointer, (offset, size) in described["regions"].items():
+        regions = described["regions"]
+        for pointer, (offset, size) in regions.items():
             setattr(argument, pointer, self.address + offset)
             memory[pointer] = self.memory[offset : offset + size].data
-        held: Any = (self.memory,)  # keeps the file mapped
-        return _Layer(PackedLinear(described["rows"], described["columns"], argument, held), described["bytes"], memory)
+        places = tuple((self.address + offset, size) for offset, size in regions.values())
+        packed = PackedLinear(described["rows"], described["columns"], argument, places, held=self.memory)
+        return _Layer(packed, described["bytes"], memory)
 
 
 def _packing(kernels: CpuKernels) -> str:
@@ -196,10 +197,12 @@ def _describe(layer: _Layer, regions: list[tuple[int, memoryview]]) -> dict[str,
 
 def _pointed(packed: PackedLinear) -> dict[str, memoryview]:
     """Each pointer that is set, and the memory that it points to."""
-    held = {tensor.data_ptr(): tensor for tensor in packed.held if tensor is not None}
+    sizes = dict(packed.regions)
     addresses = {name: getattr(packed.argument, name) for name in _POINTERS}
     return {
-        name: held[address].view(torch.uint8).numpy().data for name, address in addresses.items() if address is not None
+        name: memoryview((c_uint8 * sizes[address]).from_address(address)).cast("B")
+        for name, address in addresses.items()
+        if address is not None
     }
 
 

@@ -23,13 +23,15 @@ FLOAT32, BFLOAT16, INT8, INT8_GROUPS, INT4_GROUPS = range(5)  # `Format` of oper
 class PackedLinear:
     """A linear layer [rows, columns] = [out, in] in panels (see operations.cpp).
 
-    argument: what the library is told about it. held: the tensors whose memory it points to.
+    argument: what the library is told about it. regions: the memory that it points to, address and bytes each.
+    held: what keeps that memory.
     """
 
     rows: int
     columns: int
     argument: WeightArgument
-    held: tuple[Tensor | None, ...]
+    regions: tuple[tuple[int, int], ...]
+    held: object
 
 
 class Arena:
@@ -78,7 +80,8 @@ class Packer:
         argument.values = panels.data_ptr()
         source = SourceArgument(*(part.data_ptr() for part in sources))
         library().forerun_pack(self._context, byref(source), byref(argument))
-        return PackedLinear(rows, columns, argument, (panels, own_bias))
+        held = [panels] if own_bias is None else [panels, own_bias]
+        return PackedLinear(rows, columns, argument, tuple((own.data_ptr(), own.nbytes) for own in held), held)
 
     def _describe_quantized(self, weight: QuantizedWeight, argument: WeightArgument) -> list[Tensor]:
         """Fill in what is particular to quantised weights; returns codes, scales and minima (if any) to pack."""
@@ -103,7 +106,7 @@ def memory_runs(packed: Sequence[PackedLinear]) -> list[tuple[int, int]]:
 
     Runs of less than a thousandth of the whole (biases) are left out: going to them costs more than reading them.
     """
-    places = {(held.data_ptr(), held.nbytes) for linear in packed for held in linear.held if held is not None}
+    places = {region for linear in packed for region in linear.regions}
     runs: list[tuple[int, int]] = []
     for at, size in sorted(places):
         start, length = runs[-1] if runs else (0, 0)
