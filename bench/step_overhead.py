@@ -5,8 +5,10 @@
 A stand-in takes the model's place: its logits name the next token of a long JSON text, so that forward takes almost no
 time, while the tokenizer, the vocabulary and everything around the model are the default model's. --real runs the
 default model itself: slower, but with caches that the weights have swept, as in earnest. Prints the median of every
-part in microseconds, at batch 1 and 8, plain and with the suffix drafter; `overhead` is the step without forward. Then
-the median overhead in windows over many steps, of one long answer and of many short ones: it must not grow.
+part in microseconds, at batch 1 and 8, plain and with the suffix drafter; `overhead` is the step without forward, and
+`argmax` what numpy takes to read the logits of the nodes walked through. Then the median overhead in windows over many
+steps, of one long answer and of many short ones: it must not grow.
+
 With the stand-in every run is the same step by step; each is done --repeats times, and of each step and part the least
 time counts, because other programs on the machine only ever add to it.
 """
@@ -27,6 +29,7 @@ import torch
 from torch import Tensor
 
 import forerun.engine.engine as engine_module
+import forerun.verification.walk as walk_module
 from forerun.config import DEFAULT_MODEL, BatchingConfig, EngineConfig
 from forerun.control.fixed import FixedController
 from forerun.drafting.base import DraftLimit
@@ -39,7 +42,7 @@ from forerun.models.loader import LoadedModel, load_model
 from forerun.models.tokenizer import Tokenizer
 from forerun.verification.sampling import SamplingParams
 
-PARTS = ("plan", "propose", "place", "assemble", "prepare", "verify", "commit", "report", "rest")
+PARTS = ("plan", "propose", "place", "assemble", "prepare", "argmax", "verify", "commit", "report", "rest")
 SHORT = 128  # tokens of a short answer
 PROMPT = 64  # tokens of the prompt
 
@@ -105,7 +108,8 @@ class Stopwatch:
     def end_step(self) -> None:
         """Split what was measured into parts that do not overlap."""
         now = self._now
-        row = {name: now[name] for name in ("plan", "propose", "assemble", "prepare", "verify", "commit", "report")}
+        row = {name: now[name] for name in ("plan", "propose", "assemble", "prepare", "argmax", "commit", "report")}
+        row["verify"] = now["verify"] - now["argmax"]
         row["place"] = now["draft"] - now["propose"]
         row["forward"] = now["forward"] - now["prepare"]
         row["overhead"] = now["step"] - row["forward"]
@@ -160,6 +164,7 @@ def measure(engine: Engine, script: list[int], *, batch: int, answer: int, steps
         watch.watch(engine.decoder, "forward", "forward"),
         watch.watch(engine.decoder.kernels, "prepare", "prepare"),
         watch.watch(engine, "_verify", "verify"),
+        watch.watch(walk_module, "checked_best", "argmax"),
         watch.watch(engine, "_commit", "commit"),
         watch.watch(engine, "_report", "report"),
     ]
