@@ -81,6 +81,7 @@ def test_mapped_layers_compute_the_bits_of_layers_packed_anew(tmp_path, kind):
     mapped, made, second = packed_layers(layers, tmp_path / "m")
     assert made == []
     assert_same(anew, mapped)
+    assert all(KERNELS.weight_reader(layers_of.values())() > 0 for layers_of in (anew, mapped))
     sizes = [weight.nbytes + (0 if bias is None else bias.nbytes) for weight, bias in layers.values()]
     assert first.weight_bytes == second.weight_bytes == sum(sizes)
     if not isinstance(kind, torch.dtype):

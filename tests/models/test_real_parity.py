@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from forerun.errors import ModelNotFoundError
+from forerun.kernels.reference import ReferenceKernels
 from forerun.models.loader import load_model
 from forerun.models.locate import locate
 from tests.models.test_parity import chunk, one_shot, transformers_model
@@ -147,3 +148,16 @@ def test_known_ids_of_the_original_tokenizers(pair):
     }
     for text, ids in known[model.name].items():
         assert model.tokenizer.encode(text) == ids
+
+
+@pytest.mark.parametrize(("precision", "divergence"), [("int4", 1e-4), ("int8", 0.01)])
+def test_quantised_weights_of_the_default_model_answer_as_the_file_s_numbers(precision, divergence):
+    """int4 are the file's blocks, nearer to its numbers than bf16 is (1e-4); int8 quantises them once more."""
+    name = ALIASES[0]
+    exact = load_model(name, precision="fp32", progress=False)
+    quantized = load_model(name, precision=precision, kernels=ReferenceKernels("cpu"), device="cpu", progress=False)
+    assert quantized.weight_bytes < 0.37 * exact.weight_bytes
+    for prompt in PROMPTS:
+        ids = prompt_ids(exact, prompt)
+        true, mine = (one_shot(model.decoder, ids).cpu().log_softmax(-1) for model in (exact, quantized))
+        assert (true.exp() * (true - mine)).sum(-1).mean() < divergence

@@ -101,7 +101,8 @@ def choose_precision(
     reason = "It was asked for."
     if kept:
         reason = f"It was asked for; the file's {_names(kept)} blocks are used as they are."
-    bits: Literal[4, 8] = 4 if asked == "int4" else 8
+    # Where all are blocks nothing is quantised, and the format is the one that auto takes: packed once for both.
+    bits: Literal[4, 8] | None = None if kinds and kept == dict(kinds) else 4 if asked == "int4" else 8
     return ChosenPrecision(asked, WeightFormat(torch.bfloat16, bits, blocks=bool(kept)), reason)
 
 

@@ -126,7 +126,7 @@ class _Mapped:
 
 def _packing(kernels: CpuKernels) -> str:
     """A key of all that the packed form depends on, beside the instruction set."""
-    identity = (LAYOUT, getattr(kernels, "activation_bits", None), _NUMBERS, _POINTERS)
+    identity = (LAYOUT, kernels.activation_bits, _NUMBERS, _POINTERS)
     return hashlib.sha256(repr(identity).encode() + LIBRARY.read_bytes()).hexdigest()[:8]
 
 
@@ -176,6 +176,7 @@ def _write(path: Path, layers: dict[str, _Layer]) -> None:
                 file.seek(offset)
                 file.write(memory)
             file.flush()
+            os.fchmod(file.fileno(), 0o644)  # other users of the cache read it, too
             os.fsync(file.fileno())  # a crash must not leave a file of the right size that holds zeros
         os.replace(partial, path)
     finally:
