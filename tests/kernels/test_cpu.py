@@ -364,6 +364,20 @@ def test_attention_with_large_scores_neither_overflows_nor_loses_the_winner(kern
     torch.testing.assert_close(got.double(), attention_in_double(q, store, spec, batch), rtol=1e-3, atol=1e-3)
 
 
+@each
+def test_weights_of_attention_are_exact_to_the_rounding_of_their_scores(kernels):
+    """Values are the unit matrix, so that the output is the weights; scores reach from 0 to -85."""
+    scores = torch.linspace(-85, 0, 64)[torch.randperm(64, generator=torch.Generator().manual_seed(0))]
+    store = filled_store(64, 1, 64, torch.float32)
+    store.keys[0, :64, 0] = 0.0
+    store.keys[0, :64, 0, 0] = scores
+    store.values[0, :64, 0] = torch.eye(64)
+    batch, q = chain(np.arange(64), 63), F.one_hot(torch.tensor([0]), 64).float()
+    got = kernels.attend(q, AttentionSpec(1, 1, 64, 1.0), 0, kernels.prepare(batch, store, []), store)[0]
+    want = scores.double().softmax(0)
+    assert (((got - want) / want).abs() < (4 + 1.5 * scores.abs().double()) * 2**-24).all()
+
+
 # The edges
 
 

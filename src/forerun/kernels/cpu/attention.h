@@ -1,94 +1,37 @@
-// Causal attention of some rows of one sequence, one key/value head at a time.
+// Causal attention of some rows of one sequence and some key/value heads.
 //
 // Keys are visited in blocks of KEY_BLOCK absolute positions, in order, with a running maximum and sum (online softmax,
-// arXiv 1805.02867). A row that does not see a key gives it the weight 0, and adding 0 * value changes no bit; so it
-// does not matter which rows share a block, nor how many keys of it exist yet.
+// arXiv 1805.02867), to the base 2. A row that does not see a key gives it the weight 0, and adding 0 * value changes
+// no bit; so it does not matter which rows share a block, nor how many keys of it exist yet.
 #pragma once
 
-#include "operations.h"
-#include "product.h"
+#include "attention_product.h"
 
 namespace {
 
 using namespace forerun;
 
 constexpr long PADDED_HEAD = MAX_HEAD_DIM;  // a multiple of PANEL
-// Queries, outputs, keys, values, weights, running maximum and sum.
+// Queries, outputs, keys, values, weights; running maximum, sum and the outputs' next factor.
 constexpr long ATTENTION_SCRATCH =
-    2 * MAX_QUERIES * PADDED_HEAD + 2 * KEY_BLOCK * PADDED_HEAD + MAX_QUERIES * (KEY_BLOCK + 2) + 64;
+    2 * MAX_QUERIES * PADDED_HEAD + 2 * KEY_BLOCK * PADDED_HEAD + MAX_QUERIES * (KEY_BLOCK + 3) + 64;
 
-// The heads of one block's positions; null where the path has no position.
-template <typename T>
-struct Block {
-    const T* at[KEY_BLOCK];
+constexpr float LOWEST = -3e38f;  // finite, so that its difference with itself is 0
+constexpr float LOG2_E = 1.44269504f;
 
-    Block(const T* base, const Path& path, long first, long row_size) {
-        for (long i = 0; i < KEY_BLOCK; ++i)
-            at[i] = first + i < path.length ? base + path.slots[first + i] * row_size : nullptr;
-    }
-
-    void prefetch(long size) const {
-        for (long i = 0; i < KEY_BLOCK && at[i]; ++i)
-            for (long j = 0; j < size; j += 64 / sizeof(T)) __builtin_prefetch(at[i] + j, 0, 3);
-    }
-};
-
-// Keys to panels of PANEL positions: [panel][feature][position]. Lanes over keys make each score one chain over features.
-template <typename T>
-void lay_out_keys(const Block<T>& block, long keys, long size, float* panels) {
-    for (long i = 0; i < (keys + PANEL - 1) / PANEL * PANEL; i += 8) {
-        float* out = panels + i / PANEL * (size * PANEL) + i % PANEL;
-        for (long d = 0; d < size; d += 8) {
-            __m256 eight[8];
-            for (int j = 0; j < 8; ++j)
-                eight[j] = block.at[i + j] ? load_eight(block.at[i + j] + d) : _mm256_setzero_ps();
-            transpose_8x8(eight, out + d * PANEL, PANEL);
-        }
-    }
-}
-
-// Values to panels of PANEL features: [panel][position][feature], zeros past the head's size.
-template <typename T>
-void lay_out_values(const Block<T>& block, long keys, long size, long padded, float* panels) {
-    for (long i = 0; i < keys; ++i)
-        for (long d = 0; d < padded; d += 8) {
-            float* out = panels + d / PANEL * (KEY_BLOCK * PANEL) + i * PANEL + d % PANEL;
-            bool known = block.at[i] && d < size;
-            _mm256_storeu_ps(out, known ? load_eight(block.at[i] + d) : _mm256_setzero_ps());
-        }
-}
-
-// Scores of one query in a block to weights e^(score - maximum), 0 outside [low, high); outputs are scaled to the new
-// maximum.
-FORERUN_INLINE void weigh(float* scores, long low, long high, float softcap, float& top, float& total, float* out,
-                          long padded) {
-    const vfloat nothing = splat(-__builtin_inff());
-    vint lane;
-    for (int i = 0; i < LANES; ++i) lane[i] = i;
-    vfloat greatest = nothing;
-    for (long i = 0; i < KEY_BLOCK; i += LANES) {
-        vfloat s = load(scores + i);
-        if (softcap != 0) s = hyperbolic_tangent(s / softcap) * softcap;
-        vint position = lane + (int32_t)i;
-        s = (position >= (int32_t)low) & (position < (int32_t)high) ? s : nothing;
-        store(scores + i, s);
-        greatest = larger(s, greatest);
-    }
-    float before = top;
-    top = largest(greatest);
-    top = top > before ? top : before;
-    vfloat sums{};
-    for (long i = 0; i < KEY_BLOCK; i += LANES) {
-        vfloat weight = exponential(load(scores + i) - top);
-        store(scores + i, weight);
-        sums += weight;
-    }
-    if (top != before) {  // with an equal maximum the factor is exactly 1
-        float factor = exponential(splat(before - top))[0];
-        total *= factor;
-        for (long d = 0; d < padded; d += LANES) store(out + d, load(out + d) * factor);
-    }
-    total += sum(sums);
+// 2^x within 1 ulp for x <= 0; 0 below the smallest normal number. x = n + f with |f| <= 1/2, the polynomial of degree
+// 6 with the least relative error (2.6e-9) and value 1 at 0 for 2^f, and n added to the exponent.
+FORERUN_INLINE vfloat power_of_two(vfloat x) {
+    const vfloat magic = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
+    vfloat shifted = x + magic, f = x - (shifted - magic);
+    vfloat p = splat(1.5594678e-4f);
+    p = fma(p, f, splat(1.34066434e-3f));
+    p = fma(p, f, splat(9.61769279e-3f));
+    p = fma(p, f, splat(5.55031039e-2f));
+    p = fma(p, f, splat(2.40226522e-1f));
+    p = fma(p, f, splat(6.93147242e-1f));
+    p = fma(p, f, splat(1.0f));
+    return (vfloat)(((vint)p + ((vint)shifted << 23)) & ~(vint)(x < splat(-126.0f)));
 }
 
 // Which positions of a block a row sees: [low, high) from the block's start; empty when low >= high.
@@ -102,79 +45,176 @@ FORERUN_INLINE Span visible(const Attention& job, long position, long block) {
     return {low, high < KEY_BLOCK ? high : KEY_BLOCK};
 }
 
-template <typename T>
-void attend_tile(const Attention& job, long first, long last, long kv_head, float* scratch) {
-    long size = job.head_dim, padded = (size + PANEL - 1) / PANEL * PANEL, group = job.heads / job.kv_heads;
-    long queries = (last - first) * group, row_size = job.kv_heads * size;
-    float* q = scratch;
-    float* out = q + MAX_QUERIES * PADDED_HEAD;
-    float* keys = out + MAX_QUERIES * PADDED_HEAD;
-    float* values = keys + KEY_BLOCK * PADDED_HEAD;
-    float* weights = values + KEY_BLOCK * PADDED_HEAD;
-    float* top = weights + MAX_QUERIES * KEY_BLOCK;
-    float* total = top + MAX_QUERIES;
-    const T* all_keys = (const T*)job.keys + kv_head * size;
-    const T* all_values = (const T*)job.values + kv_head * size;
-
-    long lowest = INT64_MAX, highest = 0;
-    for (long i = first; i < last; ++i) {
-        long row = job.rows[i], position = job.positions[row];
-        long begin = job.window && position >= job.window ? position - job.window + 1 : 0;
-        lowest = begin < lowest ? begin : lowest;
-        highest = position > highest ? position : highest;
-        const float* from = job.q + (row * job.heads + kv_head * group) * size;
-        float* to = q + (i - first) * group * size;
-        for (long d = 0; d < group * size; ++d) to[d] = from[d] * job.scale;
+FORERUN_INLINE void hide(float* scores, Span span, long count) {
+    vint lane;
+    for (int i = 0; i < LANES; ++i) lane[i] = i;
+    for (long i = 0; i < count; i += LANES) {
+        vint position = lane + (int32_t)i;
+        vint seen = (position >= (int32_t)span.low) & (position < (int32_t)span.high);
+        store(scores + i, seen ? load(scores + i) : splat(-__builtin_inff()));
     }
-    for (long i = 0; i < queries; ++i) top[i] = -__builtin_inff(), total[i] = 0;
-    memset(out, 0, queries * padded * sizeof(float));
-
-    for (long block = lowest / KEY_BLOCK; block <= highest / KEY_BLOCK; ++block) {
-        for (long i = first, next; i < last; i = next) {
-            // Rows of one path see the same slots; so do all rows of the group in a block of the common context.
-            const Path& path = job.paths[job.path_of[i]];
-            bool shared = (block + 1) * KEY_BLOCK <= path.shared;
-            long count = 0;  // keys of the block that any of the rows sees
-            for (next = i; next < last && (shared || job.path_of[next] == job.path_of[i]); ++next) {
-                Span span = visible(job, job.positions[job.rows[next]], block);
-                if (span.low < span.high && span.high > count) count = span.high;
-            }
-            if (!count) continue;
-            Block<T> block_keys(all_keys, path, block * KEY_BLOCK, row_size);
-            Block<T> block_values(all_values, path, block * KEY_BLOCK, row_size);
-            block_values.prefetch(size);
-            long those = (next - i) * group, from = (i - first) * group;
-            lay_out_keys(block_keys, count, size, keys);
-            product(those, q + from * size, size, keys, size * PANEL, (count + PANEL - 1) / PANEL, size, weights,
-                    KEY_BLOCK, false);
-            Block<T>(all_keys, path, (block + 1) * KEY_BLOCK, row_size).prefetch(size);
-            for (long j = i; j < next; ++j) {
-                Span span = visible(job, job.positions[job.rows[j]], block);
-                for (long g = 0; g < group; ++g) {
-                    long n = (j - first) * group + g;
-                    float* own = weights + (n - from) * KEY_BLOCK;
-                    if (span.low >= span.high)
-                        memset(own, 0, KEY_BLOCK * sizeof(float));
-                    else
-                        weigh(own, span.low, span.high, job.softcap, top[n], total[n], out + n * padded, padded);
-                }
-            }
-            lay_out_values(block_values, count, size, padded, values);
-            product(those, weights, KEY_BLOCK, values, KEY_BLOCK * PANEL, padded / PANEL, count, out + from * padded,
-                    padded, true);
-        }
-    }
-    for (long i = first; i < last; ++i)
-        for (long g = 0; g < group; ++g) {
-            long n = (i - first) * group + g;
-            float* to = job.out + (job.rows[i] * job.heads + kv_head * group + g) * size;
-            for (long d = 0; d < size; ++d) to[d] = out[n * padded + d] / total[n];
-        }
 }
 
-void attend(const Attention& job, long first, long last, long kv_head, float* scratch) {
-    job.bf16 ? attend_tile<uint16_t>(job, first, last, kv_head, scratch)
-             : attend_tile<float>(job, first, last, kv_head, scratch);
+// The scores of one query with `count` keys as they are compared: soft cap, -inf outside of the span. Returns the
+// largest.
+FORERUN_INLINE float settle(float* scores, Span span, long count, float softcap) {
+    if (softcap != 0)
+        for (long i = 0; i < count; i += LANES)
+            store(scores + i, hyperbolic_tangent(load(scores + i) / softcap) * (softcap * LOG2_E));
+    if (span.low > 0 || span.high < (count + LANES - 1) / LANES * LANES) hide(scores, span, count);
+    vfloat greatest = load(scores);
+    for (long i = LANES; i < count; i += LANES) greatest = larger(load(scores + i), greatest);
+    return largest(greatest);
+}
+
+// Scores to weights 2^(score - top). Returns their sum.
+FORERUN_INLINE float weigh(float* scores, long count, float top) {
+    vfloat sums{};
+    for (long i = 0; i < count; i += LANES) {
+        vfloat weight = power_of_two(load(scores + i) - top);
+        store(scores + i, weight);
+        sums += weight;
+    }
+    return sum(sums);
+}
+
+// Some rows of one sequence, and some key/value heads with the query heads that share them. A query is a row and a
+// head; those of one key/value head lie together.
+template <typename T>
+class Tile {
+public:
+    Tile(const Attention& job, AttentionUnit unit, float* scratch)
+        : job_(job), unit_(unit), group_(job.heads / job.kv_heads), size_(job.head_dim),
+          padded_((size_ + PANEL - 1) / PANEL * PANEL), per_head_((unit.last - unit.first) * group_) {
+        long queries = per_head_ * (unit.last_head - unit.first_head);
+        queries_ = scratch;
+        outputs_ = queries_ + queries * size_;
+        weights_ = outputs_ + queries * padded_;
+        panels_ = (T*)(weights_ + per_head_ * KEY_BLOCK);
+        copies_ = panels_ + size_ * KEY_BLOCK;
+        tops_ = scratch + ATTENTION_SCRATCH - 64 - 3 * MAX_QUERIES;
+        totals_ = tops_ + MAX_QUERIES;
+        factors_ = totals_ + MAX_QUERIES;
+        float scale = job.softcap != 0 ? job.scale : job.scale * LOG2_E;
+        for_queries([&](long n, long row, long head) {
+            const float* from = job.q + (row * job.heads + head) * size_;
+            for (long d = 0; d < size_; ++d) queries_[n * size_ + d] = from[d] * scale;
+            tops_[n] = LOWEST;
+            totals_[n] = 0;
+        });
+        memset(outputs_, 0, queries * padded_ * sizeof(float));
+    }
+
+    void run() {
+        long lowest = INT64_MAX, highest = 0;
+        for (long i = unit_.first; i < unit_.last; ++i) {
+            long position = job_.positions[job_.rows[i]];
+            long begin = job_.window && position >= job_.window ? position - job_.window + 1 : 0;
+            lowest = begin < lowest ? begin : lowest;
+            highest = position > highest ? position : highest;
+        }
+        for (long block = lowest / KEY_BLOCK; block <= highest / KEY_BLOCK; ++block)
+            for (long i = unit_.first, next; i < unit_.last; i = next) {
+                // Rows of one path see the same slots; so do all rows of the group in a block of the common context.
+                const Path& path = job_.paths[job_.path_of[i]];
+                bool shared = (block + 1) * KEY_BLOCK <= path.shared;
+                long count = 0;  // keys of the block that any of the rows sees
+                for (next = i; next < unit_.last && (shared || job_.path_of[next] == job_.path_of[i]); ++next) {
+                    Span span = visible(job_, job_.positions[job_.rows[next]], block);
+                    if (span.low < span.high && span.high > count) count = span.high;
+                }
+                if (count) visit(path, block, count, i, next);
+            }
+        finish();
+    }
+
+private:
+    template <typename Work>
+    void for_queries(const Work& work) {
+        for (long head = unit_.first_head, n = 0; head < unit_.last_head; ++head)
+            for (long i = unit_.first; i < unit_.last; ++i)
+                for (long g = 0; g < group_; ++g, ++n) work(n, job_.rows[i], head * group_ + g);
+    }
+
+    // One block of keys and the rows of entries i .. next - 1.
+    void visit(const Path& path, long block, long count, long i, long next) {
+        long row_size = job_.kv_heads * size_, heads = unit_.last_head - unit_.first_head;
+        long queries = (next - i) * group_, key_panels = (count + PANEL - 1) / PANEL, value_panels = padded_ / PANEL;
+        KeyBlock &now = blocks_[block % 2], &then = blocks_[(block + 1) % 2];
+        now.find(path, block, row_size);
+        const T* keys = (const T*)job_.keys + unit_.first_head * size_;
+        const T* values = (const T*)job_.values + unit_.first_head * size_;
+        ahead_.clear();
+        if (then.find(path, block + 1, row_size)) ahead_.find(keys, values, then, heads * size_ * sizeof(T));
+        ahead_.spread(heads * (steps_of(queries, key_panels, size_) + steps_of(queries, value_panels, count)));
+        for (long h = 0; h < heads; ++h, keys += size_, values += size_) {
+            long from = h * per_head_ + (i - unit_.first) * group_;
+            lay_out_keys(keys, now, count, size_, panels_);
+            multiply_all(queries, queries_ + from * size_, size_, LaidOut<T>{panels_}, key_panels, size_, weights_,
+                         KEY_BLOCK, nullptr, ahead_);
+            weigh_all(block, count, i, next, from);
+            multiply_all(queries, weights_, KEY_BLOCK, in_panels(values, now, count), value_panels, count,
+                         outputs_ + from * padded_, padded_, factors_, ahead_);
+        }
+        ahead_.fetch_rest();
+    }
+
+    // Scores of the queries `from` and following to weights, and the factors that their outputs so far must take.
+    void weigh_all(long block, long count, long i, long next, long from) {
+        float *tops = tops_ + from, *totals = totals_ + from, *own = weights_;
+        long n = 0;
+        for (long j = i; j < next; ++j) {
+            Span span = visible(job_, job_.positions[job_.rows[j]], block);
+            for (long g = 0; g < group_; ++g, ++n, own += KEY_BLOCK) {
+                factors_[n] = tops[n];
+                if (span.low < span.high) {
+                    float top = settle(own, span, count, job_.softcap);
+                    tops[n] = top > tops[n] ? top : tops[n];
+                } else {
+                    for (long k = 0; k < count; k += LANES) store(own + k, splat(-__builtin_inff()));
+                }
+            }
+        }
+        for (long k = 0; k < n; k += LANES) store(factors_ + k, power_of_two(load(factors_ + k) - load(tops + k)));
+        for (long k = 0; k < n; ++k)
+            totals[k] = totals[k] * factors_[k] + weigh(weights_ + k * KEY_BLOCK, count, tops[k]);
+    }
+
+    // Values are read where they lie, if whole panels can be.
+    Scattered<T> in_panels(const T* values, const KeyBlock& block, long count) {
+        if (padded_ == size_) return {values, block.offsets};
+        for (long i = 0; i < count; ++i) {
+            memcpy(copies_ + i * padded_, values + block.offsets[i], size_ * sizeof(T));
+            memset(copies_ + i * padded_ + size_, 0, (padded_ - size_) * sizeof(T));
+            in_copies_[i] = i * padded_;
+        }
+        return {copies_, in_copies_};
+    }
+
+    void finish() {
+        for_queries([&](long n, long row, long head) {
+            float *sums = outputs_ + n * padded_, *to = job_.out + (row * job_.heads + head) * size_;
+            for (long d = 0; d < padded_; d += LANES) store(sums + d, load(sums + d) / totals_[n]);
+            for (long d = 0; d < size_; d += PANEL)
+                store_features((const T*)nullptr, to + d, sums + d, size_ - d < PANEL ? size_ - d : PANEL);
+        });
+    }
+
+    const Attention& job_;
+    const AttentionUnit unit_;
+    const long group_, size_, padded_, per_head_;
+    float *queries_, *outputs_, *weights_, *tops_, *totals_, *factors_;
+    T *panels_, *copies_;  // keys laid out; values with zeros behind, where a head does not fill panels
+    long in_copies_[KEY_BLOCK];
+    KeyBlock blocks_[2];
+    LinesAhead ahead_;
+};
+
+void attend(const Attention& job, const AttentionUnit& unit, float* scratch) {
+    if (job.bf16)
+        Tile<uint16_t>(job, unit, scratch).run();
+    else
+        Tile<float>(job, unit, scratch).run();
 }
 
 }  // namespace

@@ -5,6 +5,7 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cstdlib>
 #include <mutex>
@@ -127,6 +128,38 @@ bool tiles_permitted() {
     return syscall(SYS_arch_prctl, REQUEST_PERMISSION, TILE_DATA) == 0;
 }
 
+// Rows together read the cache once, and key/value heads together read it in one piece; but every thread wants work.
+// Returns the number of units; 0 when memory is short.
+long cut_attention(const Attention& job, const int64_t* groups, long group_count, long threads,
+                   std::unique_ptr<AttentionUnit[]>& units) {
+    constexpr long FULL = MAX_QUERIES / 12 * 12;  // whole blocks of rows in the products of every instruction set
+    constexpr long NEAR_BYTES = 512;              // at each position: blocks of so many heads share the cache
+    long group = job.heads / job.kv_heads, bytes = job.head_dim * (job.bf16 ? 2 : 4), longest = 1;
+    for (long g = 0; g < group_count; ++g) longest = std::max(longest, (long)(groups[g + 1] - groups[g]));
+    long tile = std::min(longest, std::max(1L, FULL / group));
+    auto count = [&](long rows, long heads) {
+        long parts = 0;
+        for (long g = 0; g < group_count; ++g) parts += (groups[g + 1] - groups[g] + rows - 1) / rows;
+        return parts * ((job.kv_heads + heads - 1) / heads);
+    };
+    while (tile * group > 12 && threads > 1 && count(tile, 1) < 2 * threads) tile = (tile + 1) / 2;
+    auto load = [&](long heads) { return (count(tile, heads) + threads - 1) / threads * heads; };  // of one thread
+    long heads = 1, most = std::min({job.kv_heads, MAX_QUERIES / (group * tile), NEAR_BYTES / bytes});
+    for (long candidate = 2; candidate <= most; ++candidate)
+        if (load(candidate) <= load(heads)) heads = candidate;
+    units.reset(new (std::nothrow) AttentionUnit[count(tile, heads)]);
+    if (!units) return 0;
+    long n = 0;
+    for (long g = 0; g < group_count; ++g) {
+        long rows = groups[g + 1] - groups[g], parts = (rows + tile - 1) / tile;
+        for (long i = 0; i < parts; ++i)
+            for (long head = 0; head < job.kv_heads; head += heads)
+                units[n++] = {groups[g] + rows * i / parts, groups[g] + rows * (i + 1) / parts, head,
+                              std::min(head + heads, job.kv_heads)};
+    }
+    return n;
+}
+
 }  // namespace
 
 extern "C" {
@@ -201,28 +234,11 @@ __attribute__((visibility("default"))) int forerun_attend(void* self, const Atte
     long scratch = context.operations->scratch_floats, threads = context.pool.threads();
     float* memory = context.memory(scratch * threads);
     if (!memory) return 1;
-    // Rows together read the keys once; but every thread wants work.
-    auto tiles = [&](long tile) {
-        long count = 0;
-        for (long g = 0; g < group_count; ++g) count += (groups[g + 1] - groups[g] + tile - 1) / tile;
-        return count;
-    };
-    long heads = job->heads / job->kv_heads, tile = MAX_QUERIES / heads;
-    while (tile * heads > 12 && threads > 1 && tiles(tile) * job->kv_heads < 2 * threads) tile = (tile + 1) / 2;
-    struct Unit {
-        int64_t first, last;
-    };
-    std::unique_ptr<Unit[]> units(new (std::nothrow) Unit[tiles(tile)]);
-    if (!units) return 1;
-    long count = 0;
-    for (long g = 0; g < group_count; ++g) {
-        long rows = groups[g + 1] - groups[g], parts = (rows + tile - 1) / tile;
-        for (long i = 0; i < parts; ++i)
-            units[count++] = {groups[g] + rows * i / parts, groups[g] + rows * (i + 1) / parts};
-    }
-    context.pool.run(count * job->kv_heads, [&](long piece, int thread) {
-        const Unit& unit = units[piece / job->kv_heads];
-        context.operations->attend(*job, unit.first, unit.last, piece % job->kv_heads, memory + thread * scratch);
+    std::unique_ptr<AttentionUnit[]> units;
+    long count = cut_attention(*job, groups, group_count, threads, units);
+    if (!count) return 1;
+    context.pool.run(count, [&](long piece, int thread) {
+        context.operations->attend(*job, units[piece], memory + thread * scratch);
     });
     return 0;
 }

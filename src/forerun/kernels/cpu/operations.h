@@ -96,6 +96,12 @@ struct Attention {
     bool bf16;
 };
 
+// What one thread does at a time: entries [first, last) of Attention::rows, which belong to one sequence, and key/value
+// heads [first_head, last_head). At most MAX_QUERIES pairs of a row and a query head, unless it is one key/value head.
+struct AttentionUnit {
+    long first, last, first_head, last_head;
+};
+
 struct Operations {
     const char* name;
     long scratch_floats;  // working memory of attend(), per thread
@@ -106,7 +112,7 @@ struct Operations {
     void (*linear)(const Linear&, long chunk);
     void (*norm_row)(const float* x, Norm norm, const float* residual, float* y, long size);
     void (*rotate_row)(const Rotation&, long row);
-    void (*attend)(const Attention&, long first, long last, long kv_head, float* scratch);
+    void (*attend)(const Attention&, const AttentionUnit&, float* scratch);
     void (*gate_row)(const float* gate_up, float* y, long size, bool gelu);
     void (*embed_row)(const void* row, bool bf16, float scale, float* y, long size);
 };

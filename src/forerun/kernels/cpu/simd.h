@@ -123,21 +123,27 @@ FORERUN_INLINE __m256 load_eight(const uint16_t* at) {
 FORERUN_INLINE vfloat larger(vfloat a, vfloat b) { return a > b ? a : b; }
 FORERUN_INLINE vfloat smaller(vfloat a, vfloat b) { return a < b ? a : b; }
 
-// Over the lanes, always in the same tree.
+// Over the lanes, always in the same tree: of the upper and the lower half, until one is left.
+FORERUN_INLINE __m256 eight_of(vfloat v, int half) {
+    __m256 halves[LANES / 8];
+    memcpy(halves, &v, sizeof v);
+    return halves[half];
+}
+
 FORERUN_INLINE float sum(vfloat v) {
-    float lanes[LANES];
-    store(lanes, v);
-    for (int half = LANES / 2; half; half /= 2)
-        for (int i = 0; i < half; ++i) lanes[i] += lanes[i + half];
-    return lanes[0];
+    __m256 eight = eight_of(v, 0);
+    if (LANES == 16) eight = _mm256_add_ps(eight, eight_of(v, LANES / 8 - 1));
+    __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+    __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+    return two[0] + two[1];
 }
 
 FORERUN_INLINE float largest(vfloat v) {
-    float lanes[LANES];
-    store(lanes, v);
-    for (int half = LANES / 2; half; half /= 2)
-        for (int i = 0; i < half; ++i) lanes[i] = lanes[i] > lanes[i + half] ? lanes[i] : lanes[i + half];
-    return lanes[0];
+    __m256 eight = eight_of(v, 0);
+    if (LANES == 16) eight = _mm256_max_ps(eight, eight_of(v, LANES / 8 - 1));
+    __m128 four = _mm_max_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+    __m128 two = _mm_max_ps(four, _mm_movehl_ps(four, four));
+    return two[0] > two[1] ? two[0] : two[1];
 }
 
 // e^x within 1 ulp or so; 0 below the smallest normal number (so also for -inf), the largest finite scale above 88.7.
