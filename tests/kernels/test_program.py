@@ -17,9 +17,10 @@ from tests.models.tiny import CONTEXT, FAMILIES, VOCABULARY, tiny_decoder
 
 SETS = binding.supported()
 pytestmark = pytest.mark.skipif(not SETS, reason="no native kernels on this machine")
-DTYPES = [torch.float32, torch.bfloat16]
 families = pytest.mark.parametrize("family", FAMILIES)
-dtypes = pytest.mark.parametrize("dtype", DTYPES)
+held = pytest.mark.parametrize(
+    ("dtype", "bits"), [(torch.float32, None), (torch.bfloat16, None), (torch.bfloat16, 8), (torch.float32, 4)]
+)
 
 
 def kernels(threads=2, isa=None, **settings):
@@ -63,19 +64,20 @@ def same_bits(model, other, batches, slots=128):
 
 @pytest.mark.parametrize("isa", SETS)
 @pytest.mark.parametrize("threads", [1, 2, 3])
-@dtypes
+@held
 @families
-def test_a_program_has_the_bits_of_the_operations_one_by_one(family, dtype, threads, isa):
-    recorded = tiny_decoder(family, dtype=dtype, kernels=kernels(threads, isa))
-    one_by_one = tiny_decoder(family, dtype=dtype, kernels=kernels(threads, isa, program=False))
+def test_a_program_has_the_bits_of_the_operations_one_by_one(family, dtype, bits, threads, isa):
+    recorded = tiny_decoder(family, dtype=dtype, bits=bits, kernels=kernels(threads, isa))
+    one_by_one = tiny_decoder(family, dtype=dtype, bits=bits, kernels=kernels(threads, isa, program=False))
     batches = [prompt(1), prompt(2, 1), prompt(9, 2), prompt(70, 9), prompt(71, 70), prompt(72, 71, wanted=[])]
     same_bits(recorded, one_by_one, [*batches, two_sequences(33, 40), two_sequences(1, 2)])
     assert recorded._run.program is not None
 
 
+@pytest.mark.parametrize("bits", [None, 8])
 @families
-def test_a_row_has_the_same_bits_in_any_company_and_on_any_number_of_threads(family):
-    models = [tiny_decoder(family, kernels=kernels(threads)) for threads in (1, 2)]
+def test_a_row_has_the_same_bits_in_any_company_and_on_any_number_of_threads(family, bits):
+    models = [tiny_decoder(family, bits=bits, kernels=kernels(threads)) for threads in (1, 2)]
     for model, rows in itertools.product(models, (2, 3, 17, 64)):
         whole = model.forward(prompt(rows), model.new_store(64))
         for other in models:
@@ -85,6 +87,14 @@ def test_a_row_has_the_same_bits_in_any_company_and_on_any_number_of_threads(fam
                 one = prompt(position + 1, position)
                 one.token_ids[:] = tokens[position]
                 assert torch.equal(other.forward(one, store)[0], whole[position])
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
+def test_quantised_experts_agree_with_the_reference(family, bits):
+    native, reference = tiny_decoder(family, bits=bits, kernels=kernels()), tiny_decoder(family, bits=bits)
+    got, want = (model.forward(prompt(40), model.new_store(64)).cpu() for model in (native, reference))
+    torch.testing.assert_close(got, want, rtol=1e-2, atol=1e-2)
 
 
 def test_repeated_steps_of_changing_sizes_do_not_disturb_each_other():
