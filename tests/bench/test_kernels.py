@@ -78,9 +78,9 @@ class Recorder(ReferenceKernels):
         self.used.append((packed, norm, x.shape))
         return super().project_add(x, packed, residual, norm)
 
-    def mixture(self, x, norm, mixture, activation):
+    def mixture_add(self, x, norm, mixture, activation, residual):
         self.used.append((mixture, norm, x.shape))
-        return super().mixture(x, norm, mixture, activation)
+        return super().mixture_add(x, norm, mixture, activation, residual)
 
     def logits(self, x, norm, packed, prepared, softcap):
         self.used.append((packed, norm, x.shape))

@@ -190,12 +190,14 @@ def test_mixture_agrees_with_the_reference_and_keeps_its_bits(kernels):
             renormalise=True,
         )
 
-    reference, norm, x = ReferenceKernels(), Norm(randn(16), 1e-6), randn(32, 16, seed=2)
+    reference, norm, x, residual = ReferenceKernels(), Norm(randn(16), 1e-6), randn(32, 16, seed=2), randn(32, 16)
     mixture = build(kernels)
-    got = kernels.mixture(x, norm, mixture, "silu")
-    torch.testing.assert_close(got, reference.mixture(x, norm, build(reference), "silu"), rtol=1e-4, atol=1e-4)
-    alone = torch.cat([kernels.mixture(row[None], norm, mixture, "silu") for row in x])
-    assert torch.equal(got, alone)
+    got = kernels.mixture_add(x, norm, mixture, "silu", residual)
+    want = reference.mixture_add(x, norm, build(reference), "silu", residual)
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+    for rows in (1, 2, 5, 31):
+        some = slice(32 - rows, 32)
+        assert torch.equal(kernels.mixture_add(x[some], norm, mixture, "silu", residual[some]), got[some])
 
 
 @each

@@ -158,7 +158,7 @@ def test_mixture_of_experts_is_the_same_in_any_company_and_agrees_with_double_pr
         KERNELS.pack(router), [KERNELS.pack(w) for w in gate_up], [KERNELS.pack(w) for w in down], 2, True
     )
     x = torch.randn(32, hidden)
-    got = KERNELS.mixture(x, None, mixture, "silu")
+    got = KERNELS.mixture_add(x, None, mixture, "silu", torch.zeros_like(x))
     shares = (x.double() @ router.double().T).softmax(-1)
     for row in range(32):
         top, chosen = shares[row].topk(2)
@@ -167,7 +167,8 @@ def test_mixture_of_experts_is_the_same_in_any_company_and_agrees_with_double_pr
             gate, up = (gate_up[expert].double() @ x[row].double()).chunk(2)
             want += share * (down[expert].double() @ (torch.nn.functional.silu(gate) * up))
         torch.testing.assert_close(got[row].double(), want, atol=1e-4, rtol=1e-4)
-        alone = KERNELS.mixture(pad_rows(x[row : row + 1]), None, mixture, "silu")
+        one = pad_rows(x[row : row + 1])
+        alone = KERNELS.mixture_add(one, None, mixture, "silu", torch.zeros_like(one))
         assert torch.equal(alone[0], got[row])
 
 

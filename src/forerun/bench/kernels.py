@@ -199,7 +199,7 @@ def _linear_layers(decoder: Decoder, store: KVStore, rows: int) -> Job:
                 kernels.norm_project(x, layer.mlp_norm, layer.gate_up)
                 kernels.project_add(gated, layer.down, x, layer.down_norm)
             else:
-                kernels.mixture(x, layer.mlp_norm, layer.mixture, architecture.activation)
+                kernels.mixture_add(x, layer.mlp_norm, layer.mixture, architecture.activation, x)
         kernels.logits(x, decoder.final_norm, decoder.lm_head, prepared, architecture.logit_softcap)
 
     return run

@@ -63,6 +63,14 @@ class Mixture:
     renormalise: bool
 
 
+class Operations(Protocol):
+    """A model's operations, from the prepared batch to the logits: written once, for any kernels."""
+
+    def __call__(self, kernels: "Kernels", prepared: Any, store: KVStore, /) -> Tensor:
+        """Float32 [wanted, vocabulary]: what `Kernels.logits` returned."""
+        ...
+
+
 class Kernels(Protocol):
     """A device's operations. `Packed` weights and `Prepared` batches are opaque to models."""
 
@@ -108,12 +116,25 @@ class Kernels(Protocol):
         """activation(first half) * second half of the features: float32 [rows', out / 2]."""
         ...
 
-    def mixture(self, x: Tensor, norm: Norm | None, mixture: Mixture, activation: Activation) -> Tensor:
-        """Sum of the chosen experts' gated MLPs on norm(x), without the residual: float32 [rows', hidden]."""
+    def mixture_add(
+        self, x: Tensor, norm: Norm | None, mixture: Mixture, activation: Activation, residual: Tensor
+    ) -> Tensor:
+        """residual + the sum of the chosen experts' gated MLPs on norm(x): float32 [rows', hidden].
+
+        Of experts with equal logits the first is chosen.
+        """
         ...
 
     def logits(self, x: Tensor, norm: Norm, packed: Any, prepared: Any, softcap: float | None) -> Tensor:
-        """Logits of the batch's `logit_rows`: float32 [wanted, vocabulary], padding removed."""
+        """Logits of the batch's `logit_rows`, of which there may be none: float32 [wanted, vocabulary]."""
+        ...
+
+    def record(self, operations: Operations) -> Callable[[Any, KVStore], Tensor]:
+        """`operations` on these kernels as a function of (prepared batch, store), which may take a shorter way.
+
+        It gives the same bits as `operations(self, prepared, store)`. What the operations do must not depend on the
+        batch: they may be called once and replayed.
+        """
         ...
 
     def weight_reader(self, packed: Sequence[Any]) -> Callable[[], int]:

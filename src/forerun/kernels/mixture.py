@@ -17,7 +17,8 @@ def mix(
     linear: product with a packed weight, for any number of rows, whose rows do not depend on their company. gate: the
     activation of gate and up projections side by side.
     """
-    top, experts = torch.softmax(linear(x, mixture.router), dim=-1).topk(mixture.top_k, dim=-1)
+    shares, order = torch.softmax(linear(x, mixture.router), dim=-1).sort(dim=-1, descending=True, stable=True)
+    top, experts = shares[:, : mixture.top_k], order[:, : mixture.top_k]  # of equal experts the first
     if mixture.renormalise:
         total = top[:, 0]
         for rank in range(1, mixture.top_k):  # column by column: the order does not depend on the number of rows

@@ -98,6 +98,7 @@ class Decoder:
             (cos.to(self.device), sin.to(self.device))
             for cos, sin in (rotary_table(rotary, self._context) for rotary in architecture.rotaries)
         ]
+        self._run = kernels.record(self._operations)
 
     @property
     def vocab_size(self) -> int:
@@ -126,8 +127,11 @@ class Decoder:
 
         A row's logits depend on the tokens of its path alone, bit for bit, not on how they were cut into batches.
         """
-        kernels, architecture = self.kernels, self.architecture
-        prepared = kernels.prepare(batch, store, self._rotary)
+        return self._run(self.kernels.prepare(batch, store, self._rotary), store)
+
+    def _operations(self, kernels: Kernels, prepared: Any, store: KVStore) -> Tensor:
+        """The same for every batch, so that kernels may record it."""
+        architecture = self.architecture
         x = kernels.embed(self._embedding, prepared, architecture.embedding_scale)
         for number, layer in enumerate(self.layers):
             qkv = kernels.norm_project(x, layer.attention_norm, layer.qkv)
@@ -138,9 +142,7 @@ class Decoder:
                 gated = kernels.gate(kernels.norm_project(x, layer.mlp_norm, layer.gate_up), architecture.activation)
                 x = kernels.project_add(gated, layer.down, x, layer.down_norm)
             else:
-                x = x + kernels.mixture(x, layer.mlp_norm, layer.mixture, architecture.activation)
-        if not len(batch.logit_rows):
-            return x.new_empty(0, architecture.vocab_size)
+                x = kernels.mixture_add(x, layer.mlp_norm, layer.mixture, architecture.activation, x)
         return kernels.logits(x, self.final_norm, self.lm_head, prepared, architecture.logit_softcap)
 
 

@@ -62,6 +62,17 @@ class ProjectionArgument(ctypes.Structure):
     )
 
 
+class EmbeddingArgument(ctypes.Structure):
+    """`Embedding` of operations.h."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("table", "token_ids", "y")),
+        *((name, c_int64) for name in ("rows", "size")),
+        ("scale", c_float),
+        ("bf16", c_bool),
+    )
+
+
 class RotationArgument(ctypes.Structure):
     """`Rotation` of operations.h."""
 
@@ -69,7 +80,7 @@ class RotationArgument(ctypes.Structure):
         *((name, c_void_p) for name in ("qkv", "q", "keys", "values", "cosines", "sines", "positions", "slots")),
         ("query_norm", NormArgument),
         ("key_norm", NormArgument),
-        *((name, c_long) for name in ("heads", "kv_heads", "head_dim", "half")),
+        *((name, c_int64) for name in ("rows", "heads", "kv_heads", "head_dim", "half")),
         ("bf16", c_bool),
     )
 
@@ -86,6 +97,86 @@ class AttentionArgument(ctypes.Structure):
     )
 
 
+class GateArgument(ctypes.Structure):
+    """`Gate` of operations.h."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("gate_up", "y")),
+        *((name, c_int64) for name in ("rows", "size")),
+        ("gelu", c_bool),
+    )
+
+
+class MixtureArgument(ctypes.Structure):
+    """`Mixture` of operations.h."""
+
+    _fields_ = (
+        ("x", c_void_p),
+        ("before", NormArgument),
+        ("router", POINTER(WeightArgument)),
+        ("gate_up", POINTER(POINTER(WeightArgument))),
+        ("down", POINTER(POINTER(WeightArgument))),
+        ("residual", c_void_p),
+        ("y", c_void_p),
+        *((name, c_int64) for name in ("rows", "experts", "top_k")),
+        ("renormalise", c_bool),
+        ("gelu", c_bool),
+    )
+
+
+class _Operation(ctypes.Union):
+    _fields_ = (
+        ("embedding", EmbeddingArgument),
+        ("projection", ProjectionArgument),
+        ("rotation", RotationArgument),
+        ("attention", AttentionArgument),
+        ("gate", GateArgument),
+        ("mixture", MixtureArgument),
+    )
+
+
+class Instruction(ctypes.Structure):
+    """`Instruction` of program.h."""
+
+    _anonymous_ = ("operation",)
+    _fields_ = (
+        *((name, c_int32) for name in ("code", "x", "residual", "y", "layer", "rotary")),
+        ("operation", _Operation),
+    )
+
+
+class ProgramArgument(ctypes.Structure):
+    """`Program` of program.h."""
+
+    _fields_ = (
+        ("instructions", POINTER(Instruction)),
+        ("count", c_int64),
+        ("widths", POINTER(c_int64)),
+        ("buffers", c_int64),
+    )
+
+
+class RotaryTableArgument(ctypes.Structure):
+    """`RotaryTable` of program.h."""
+
+    _fields_ = (("cosines", c_void_p), ("sines", c_void_p), ("half", c_int64))
+
+
+class StepArgument(ctypes.Structure):
+    """`Step` of program.h."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("token_ids", "positions", "slots", "logit_rows")),
+        *((name, c_void_p) for name in ("order", "path_of", "groups", "paths")),
+        *((name, c_int64) for name in ("rows", "wanted", "group_count")),
+        *((name, c_void_p) for name in ("keys", "values")),
+        ("layer_bytes", c_int64),
+        ("rotary", POINTER(RotaryTableArgument)),
+        ("logits", c_void_p),
+        ("bf16", c_bool),
+    )
+
+
 _FUNCTIONS: dict[str, tuple[object, Sequence[object]]] = {
     "forerun_supported": (c_int, ()),
     "forerun_create": (c_void_p, (c_int, c_int)),
@@ -94,11 +185,12 @@ _FUNCTIONS: dict[str, tuple[object, Sequence[object]]] = {
     "forerun_huge_pages": (None, (c_void_p, c_long)),
     "forerun_pack": (None, (c_void_p, POINTER(SourceArgument), POINTER(WeightArgument))),
     "forerun_linear": (c_int, (c_void_p, POINTER(ProjectionArgument))),
-    "forerun_norm": (None, (c_void_p, c_void_p, c_long, c_long, c_void_p, c_float, c_void_p)),
-    "forerun_rotate": (None, (c_void_p, POINTER(RotationArgument), c_long)),
+    "forerun_rotate": (c_int, (c_void_p, POINTER(RotationArgument))),
     "forerun_attend": (c_int, (c_void_p, POINTER(AttentionArgument), c_void_p, c_long)),
-    "forerun_gate": (None, (c_void_p, c_void_p, c_long, c_long, c_int, c_void_p)),
-    "forerun_embed": (None, (c_void_p, c_void_p, c_int, c_void_p, c_long, c_long, c_float, c_void_p)),
+    "forerun_gate": (c_int, (c_void_p, POINTER(GateArgument))),
+    "forerun_embed": (c_int, (c_void_p, POINTER(EmbeddingArgument))),
+    "forerun_mixture": (c_int, (c_void_p, POINTER(MixtureArgument))),
+    "forerun_run": (c_int, (c_void_p, POINTER(ProgramArgument), POINTER(StepArgument))),
     "forerun_read": (c_int64, (c_void_p, c_void_p, c_long)),
 }
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 SOURCES = Path(__file__).parent
-PORTABLE = ("library", "pool")  # compiled for any x86-64
+PORTABLE = ("library", "mixture", "pool", "program", "work")  # compiled for any x86-64
 # Multiplications and additions are fused where the source says so and nowhere else: -ffp-contract=off.
 _FLAGS = ("-std=c++17", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-fno-math-errno", "-Wall")
 _AVX2 = ("-mavx2", "-mfma", "-mf16c")

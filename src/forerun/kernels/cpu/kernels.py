@@ -4,35 +4,28 @@ Rows are never padded here: the native operations keep a row's bits whatever the
 """
 
 from collections.abc import Callable, Sequence
-from ctypes import byref, pointer
+from ctypes import byref
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from forerun.errors import ConfigError, EngineError
-from forerun.kernels.base import Activation, AttentionSpec, Mixture, Norm
+from forerun.kernels.base import Activation, AttentionSpec, Mixture, Norm, Operations
 from forerun.kernels.batch import TokenBatch
-from forerun.kernels.cpu import binding
-from forerun.kernels.cpu.binding import (
-    AttentionArgument,
-    ProjectionArgument,
-    RotationArgument,
-    floats,
-    is_bf16,
-    norm_argument,
-)
-from forerun.kernels.cpu.prepared import PreparedBatch, StoreLayout, prepare
+from forerun.kernels.cpu import arguments, binding
+from forerun.kernels.cpu.binding import floats
+from forerun.kernels.cpu.prepared import PreparedBatch, prepare
+from forerun.kernels.cpu.program import Recorded
 from forerun.kernels.cpu.weights import PackedLinear, Packer, memory_runs
 from forerun.kernels.kv_store import KVStore
 from forerun.kernels.mixture import mix
 from forerun.kernels.quantized import ActivationBits, QuantizedWeight
 from forerun.kernels.reference import ReferenceKernels
+from forerun.kernels.reference.kernels import rms_norm
 from forerun.kernels.reference.tiles import pad_rows
-
-MAX_HEAD_DIM = 256  # of operations.h
-MAX_QUERIES = 64
 
 
 def load_cpu_kernels(threads: int | None = None) -> "CpuKernels | None":
@@ -61,13 +54,18 @@ def unavailable_reason() -> str | None:
 
 
 class CpuKernels:
-    """Native kernels of one instruction set. Every method's meaning is said in `base.Kernels`."""
+    """Native kernels of one instruction set. Every method's meaning is said in `base.Kernels`.
 
-    def __init__(self, isa: str, threads: int | None = None, activation_bits: ActivationBits = 16) -> None:
+    program: whether a model's operations are recorded and replayed in one call per step, or called one by one.
+    """
+
+    def __init__(
+        self, isa: str, threads: int | None = None, activation_bits: ActivationBits = 16, *, program: bool = True
+    ) -> None:
         threads = torch.get_num_threads() if threads is None else threads
         if threads < 1:
             raise ConfigError(f"threads is {threads}; at least 1 is needed")
-        self.name, self.threads, self.activation_bits = isa, threads, activation_bits
+        self.name, self.threads, self.activation_bits, self._records = isa, threads, activation_bits, program
         self._context = binding.context(isa, threads)
         self._library = binding.library()
         self._packer = Packer(self._context, activation_bits)
@@ -79,13 +77,15 @@ class CpuKernels:
     def prepare(self, batch: TokenBatch, store: KVStore, rotary: Sequence[tuple[Tensor, Tensor]]) -> PreparedBatch:
         return prepare(batch, store, rotary)
 
+    def record(self, operations: Operations) -> Callable[[Any, KVStore], Tensor]:
+        return Recorded(self, self._context, operations) if self._records else partial(operations, self)
+
     def embed(self, table: Tensor, prepared: PreparedBatch, scale: float) -> Tensor:
-        bf16, (entries, size) = is_bf16(table, 2), table.shape
-        token_ids = binding.integers(prepared.token_ids, 0, entries, "token ids")
-        x = torch.empty(prepared.rows, size)
-        self._library.forerun_embed(
-            self._context, table.data_ptr(), bf16, token_ids.ctypes.data, prepared.rows, size, scale, x.data_ptr()
-        )
+        job = arguments.embedding(table, scale)
+        token_ids = binding.integers(prepared.token_ids, 0, len(table), "token ids")
+        x = torch.empty(prepared.rows, table.shape[1])
+        job.token_ids, job.y, job.rows = token_ids.ctypes.data, x.data_ptr(), prepared.rows
+        _check(self._library.forerun_embed(self._context, byref(job)))
         return x
 
     def norm_project(self, x: Tensor, norm: Norm | None, packed: PackedLinear) -> Tensor:
@@ -94,37 +94,30 @@ class CpuKernels:
     def rotate_and_write(
         self, qkv: Tensor, spec: AttentionSpec, layer: int, prepared: PreparedBatch, store: KVStore
     ) -> Tensor:
-        size, half = spec.head_dim, prepared.rotary[spec.rotary][0].shape[1]
+        size = spec.head_dim
         qkv = floats(qkv, prepared.rows, (spec.heads + 2 * spec.kv_heads) * size)
-        if size > MAX_HEAD_DIM:
+        if not arguments.covers_rotation(spec):
             q = self._reference.rotate_and_write(pad_rows(qkv), spec, layer, prepared.reference, store)
             return q[: prepared.rows].contiguous()
-        if 2 * half > size:
-            raise EngineError(f"RoPE turns {2 * half} features of heads that have {size}; at most all can turn")
-        keys, values = _of_the_batch(store, prepared).layer(layer, spec)
-        cosines, sines = prepared.rotary[spec.rotary]
-        q = torch.empty(prepared.rows, spec.heads * size)
-        job = RotationArgument(
-            *(qkv.data_ptr(), q.data_ptr(), keys, values, cosines.data_ptr(), sines.data_ptr()),
-            *(prepared.at.positions, prepared.at.slots),
-            *(norm_argument(spec.query_norm, size), norm_argument(spec.key_norm, size)),
-            *(spec.heads, spec.kv_heads, size, half, prepared.layout.bf16),
-        )
-        self._library.forerun_rotate(self._context, byref(job), prepared.rows)
+        q, job = torch.empty(prepared.rows, spec.heads * size), arguments.rotation(spec)
+        job.qkv, job.q, job.rows = qkv.data_ptr(), q.data_ptr(), prepared.rows
+        job.keys, job.values = prepared.of(store).layer(layer, spec)
+        cosines, sines = prepared.check_rotary(spec.rotary, size)
+        job.cosines, job.sines, job.half = cosines.data_ptr(), sines.data_ptr(), cosines.shape[1]
+        job.positions, job.slots, job.bf16 = prepared.at.positions, prepared.at.slots, prepared.layout.bf16
+        _check(self._library.forerun_rotate(self._context, byref(job)))
         return q
 
     def attend(self, q: Tensor, spec: AttentionSpec, layer: int, prepared: PreparedBatch, store: KVStore) -> Tensor:
         q = floats(q, prepared.rows, spec.heads * spec.head_dim)
-        if spec.head_dim % 8 or spec.head_dim > MAX_HEAD_DIM or spec.heads // spec.kv_heads > MAX_QUERIES:
+        if not arguments.covers_attention(spec):
             out = self._reference.attend(pad_rows(q), spec, layer, prepared.reference, store)
             return out[: prepared.rows].contiguous()
-        keys, values = _of_the_batch(store, prepared).layer(layer, spec)
-        out, at = torch.empty(q.shape), prepared.at
-        job = AttentionArgument(
-            *(q.data_ptr(), out.data_ptr(), keys, values, at.paths, at.positions, at.order, at.path_of),
-            *(spec.heads, spec.kv_heads, spec.head_dim, spec.window or 0),
-            *(spec.scale, spec.softcap or 0.0, prepared.layout.bf16),
-        )
+        out, at, job = torch.empty(q.shape), prepared.at, arguments.attention(spec)
+        job.q, job.out = q.data_ptr(), out.data_ptr()
+        job.keys, job.values = prepared.of(store).layer(layer, spec)
+        job.paths, job.positions, job.rows, job.path_of = at.paths, at.positions, at.order, at.path_of
+        job.bf16 = prepared.layout.bf16
         _check(self._library.forerun_attend(self._context, byref(job), at.groups, len(prepared.groups) - 1))
         return out
 
@@ -133,14 +126,22 @@ class CpuKernels:
 
     def gate(self, gate_up: Tensor, activation: Activation) -> Tensor:
         rows, size = gate_up.shape[0], gate_up.shape[1] // 2
-        gate_up = floats(gate_up, rows, 2 * size)
-        out = torch.empty(rows, size)
-        gelu = activation == "gelu_tanh"
-        self._library.forerun_gate(self._context, gate_up.data_ptr(), rows, size, gelu, out.data_ptr())
+        gate_up, out, job = floats(gate_up, rows, 2 * size), torch.empty(rows, size), arguments.gate(size, activation)
+        job.gate_up, job.y, job.rows = gate_up.data_ptr(), out.data_ptr(), rows
+        _check(self._library.forerun_gate(self._context, byref(job)))
         return out
 
-    def mixture(self, x: Tensor, norm: Norm | None, mixture: Mixture, activation: Activation) -> Tensor:
-        return mix(self._norm(x, norm), mixture, self._linear, partial(self.gate, activation=activation))
+    def mixture_add(
+        self, x: Tensor, norm: Norm | None, mixture: Mixture, activation: Activation, residual: Tensor
+    ) -> Tensor:
+        if not arguments.covers_mixture(mixture):
+            gate = partial(self.gate, activation=activation)
+            return residual + mix(rms_norm(x, norm), mixture, self._linear, gate)
+        job, shape = arguments.mixture(mixture, norm, activation), (x.shape[0], mixture.router.columns)
+        x, residual, y = floats(x, *shape), floats(residual, *shape), torch.empty(shape)
+        job.x, job.residual, job.y, job.rows = x.data_ptr(), residual.data_ptr(), y.data_ptr(), shape[0]
+        _check(self._library.forerun_mixture(self._context, byref(job)))
+        return y
 
     def logits(
         self, x: Tensor, norm: Norm, packed: PackedLinear, prepared: PreparedBatch, softcap: float | None
@@ -158,14 +159,6 @@ class CpuKernels:
 
         return read
 
-    def _norm(self, x: Tensor, norm: Norm | None) -> Tensor:
-        if norm is None:
-            return x
-        rows, size = x.shape
-        x, out = floats(x, rows, size), torch.empty(rows, size)
-        self._library.forerun_norm(self._context, x.data_ptr(), rows, size, *norm_argument(norm, size), out.data_ptr())
-        return out
-
     def _linear(
         self,
         x: Tensor,
@@ -182,19 +175,12 @@ class CpuKernels:
         y = torch.empty(rows, packed.rows)
         if residual is not None:
             residual = floats(residual, rows, packed.rows)
-        job = ProjectionArgument(
-            *(x.data_ptr(), None if index is None else index.ctypes.data),
-            *(norm_argument(before, packed.columns), pointer(packed.argument), norm_argument(after, packed.rows)),
-            *(None if residual is None else residual.data_ptr(), y.data_ptr(), rows, softcap or 0.0),
-        )
+        job = arguments.projection(packed, before, after, softcap)
+        job.x, job.y, job.rows = x.data_ptr(), y.data_ptr(), rows
+        job.row_index = None if index is None else index.ctypes.data
+        job.residual = None if residual is None else residual.data_ptr()
         _check(self._library.forerun_linear(self._context, byref(job)))
         return y
-
-
-def _of_the_batch(store: KVStore, prepared: PreparedBatch) -> StoreLayout:
-    if store is not prepared.store:
-        raise EngineError("a batch works on the store that it was prepared for; prepare it again for another one")
-    return prepared.layout
 
 
 def _check(failed: int) -> None:

@@ -5,111 +5,27 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
-#include <algorithm>
 #include <atomic>
-#include <cstdlib>
-#include <mutex>
-#include <new>
 
-#include "operations.h"
-#include "pool.h"
+#include "program.h"
+#include "work.h"
 
 namespace {
 
 using namespace forerun;
 
-struct Context {
-    const Operations* operations;
-    Pool pool;
-    std::mutex busy;  // one operation at a time: they share the pool and the scratch memory
-    float* scratch = nullptr;
-    long scratch_floats = 0;
-
-    Context(const Operations* chosen, int threads) : operations(chosen), pool(threads) {}
-    ~Context() { free(scratch); }
-
-    // At least that many floats, aligned; null when memory is short. Kept, so that a step does not allocate.
-    float* memory(long floats) {
-        if (floats <= scratch_floats) return scratch;
-        free(scratch);
-        scratch_floats = 0;
-        scratch = (float*)aligned_alloc(128, (floats * sizeof(float) + 127) / 128 * 128);
-        if (scratch) scratch_floats = floats;
-        return scratch;
-    }
-};
-
-// Fewer rows than this are not worth a second thread in operations that only pass over the activations.
-constexpr long ROWS_TO_SHARE = 8;
-
+// One operation, alone: work(member, operations, memory). 1 when memory is short.
 template <typename Work>
-void for_rows(Context& context, long rows, const Work& work) {
-    if (rows < ROWS_TO_SHARE) {
-        for (long row = 0; row < rows; ++row) work(row);
-        return;
-    }
-    constexpr long RUN = 4;
-    context.pool.run((rows + RUN - 1) / RUN, [&](long piece, int) {
-        for (long row = piece * RUN; row < rows && row < (piece + 1) * RUN; ++row) work(row);
+int alone(void* self, Need need, const Work& work) {
+    Context& context = *(Context*)self;
+    std::lock_guard<std::mutex> lock(context.busy);
+    long own = lines(need.own);
+    float* memory = context.memory(lines(need.shared) + own * context.pool.threads() + 1);
+    if (!memory) return 1;
+    context.pool.region([&](Member& member) {
+        work(member, *context.operations, Memory{memory, memory + lines(need.shared) + member.thread * own});
     });
-}
-
-// Working memory of a projection, side by side.
-struct Workspace {
-    float *rows = nullptr, *sums = nullptr;  // rows that were gathered or normed; products that a norm follows
-    Activations activations{};
-
-    static constexpr long BLOCK = 128;
-    static long rounded(long bytes) { return (bytes + BLOCK - 1) / BLOCK * BLOCK; }
-
-    // False when memory is short.
-    bool take(Context& context, const Projection& job, bool copies) {
-        const Weight& weight = *job.weight;
-        long code_bytes = context.operations->code_bytes(weight), sum_count = code_bytes ? weight.k / 32 + 2 : 0;
-        long parts[] = {copies ? job.rows * weight.k * 4 : 0, job.after.weight ? job.rows * weight.n * 4 : 0,
-                        job.rows * code_bytes, job.rows * sum_count * 4, code_bytes ? job.rows * 4 : 0};
-        long total = BLOCK;
-        for (long part : parts) total += rounded(part);
-        char* at = (char*)context.memory(total / sizeof(float));
-        if (!at) return false;
-        void* places[5];
-        for (int i = 0; i < 5; at += rounded(parts[i++])) places[i] = at;
-        rows = (float*)places[0], sums = (float*)places[1];
-        activations = {(int8_t*)(code_bytes ? places[2] : nullptr), (int32_t*)places[3], (float*)places[4]};
-        return true;
-    }
-};
-
-// False when memory is short.
-bool project(Context& context, const Projection& job) {
-    const Operations& operations = *context.operations;
-    const Weight& weight = *job.weight;
-    long rows = job.rows, k = weight.k, n = weight.n;
-    if (!rows) return true;
-    bool copies = job.before.weight || job.row_index, after = job.after.weight;
-    Workspace space;
-    if (!space.take(context, job, copies)) return false;
-    const float* x = copies ? space.rows : job.x;
-    if (copies || space.activations.codes)
-        for_rows(context, rows, [&](long row) {
-            const float* from = job.x + (job.row_index ? job.row_index[row] : row) * k;
-            if (job.before.weight)
-                operations.norm_row(from, job.before, nullptr, space.rows + row * k, k);
-            else if (copies)
-                operations.embed_row(from, false, 1.0f, space.rows + row * k, k);
-            if (space.activations.codes) operations.encode_row(weight, x + row * k, space.activations, row);
-        });
-    float* sums = after ? space.sums : job.y;
-    Linear linear = {x,    space.activations, &weight, weight.bias, after ? nullptr : job.residual,
-                     sums, rows,              job.softcap};
-    context.pool.run((n + CHUNK_COLUMNS - 1) / CHUNK_COLUMNS,
-                     [&](long chunk, int) { operations.linear(linear, chunk); });
-    if (after)
-        for_rows(context, rows, [&](long row) {
-            operations.norm_row(sums + row * n, job.after, job.residual ? job.residual + row * n : nullptr,
-                                job.y + row * n, n);
-        });
-    return true;
+    return 0;
 }
 
 // In a build for tests AVX2 stands in for what the machine lacks (see simd.h and amx.h).
@@ -126,38 +42,6 @@ bool tiles_permitted() {
     if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || (d & ALL) != ALL) return false;
     constexpr long REQUEST_PERMISSION = 0x1023, TILE_DATA = 18;  // arch_prctl(ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA)
     return syscall(SYS_arch_prctl, REQUEST_PERMISSION, TILE_DATA) == 0;
-}
-
-// Rows together read the cache once, and key/value heads together read it in one piece; but every thread wants work.
-// Returns the number of units; 0 when memory is short.
-long cut_attention(const Attention& job, const int64_t* groups, long group_count, long threads,
-                   std::unique_ptr<AttentionUnit[]>& units) {
-    constexpr long FULL = MAX_QUERIES / 12 * 12;  // whole blocks of rows in the products of every instruction set
-    constexpr long NEAR_BYTES = 512;              // at each position: blocks of so many heads share the cache
-    long group = job.heads / job.kv_heads, bytes = job.head_dim * (job.bf16 ? 2 : 4), longest = 1;
-    for (long g = 0; g < group_count; ++g) longest = std::max(longest, (long)(groups[g + 1] - groups[g]));
-    long tile = std::min(longest, std::max(1L, FULL / group));
-    auto count = [&](long rows, long heads) {
-        long parts = 0;
-        for (long g = 0; g < group_count; ++g) parts += (groups[g + 1] - groups[g] + rows - 1) / rows;
-        return parts * ((job.kv_heads + heads - 1) / heads);
-    };
-    while (tile * group > 12 && threads > 1 && count(tile, 1) < 2 * threads) tile = (tile + 1) / 2;
-    auto load = [&](long heads) { return (count(tile, heads) + threads - 1) / threads * heads; };  // of one thread
-    long heads = 1, most = std::min({job.kv_heads, MAX_QUERIES / (group * tile), NEAR_BYTES / bytes});
-    for (long candidate = 2; candidate <= most; ++candidate)
-        if (load(candidate) <= load(heads)) heads = candidate;
-    units.reset(new (std::nothrow) AttentionUnit[count(tile, heads)]);
-    if (!units) return 0;
-    long n = 0;
-    for (long g = 0; g < group_count; ++g) {
-        long rows = groups[g + 1] - groups[g], parts = (rows + tile - 1) / tile;
-        for (long i = 0; i < parts; ++i)
-            for (long head = 0; head < job.kv_heads; head += heads)
-                units[n++] = {groups[g] + rows * i / parts, groups[g] + rows * (i + 1) / parts, head,
-                              std::min(head + heads, job.kv_heads)};
-    }
-    return n;
 }
 
 }  // namespace
@@ -206,61 +90,55 @@ __attribute__((visibility("default"))) void forerun_pack(void* self, const Sourc
 }
 
 __attribute__((visibility("default"))) int forerun_linear(void* self, const Projection* job) {
-    Context& context = *(Context*)self;
-    std::lock_guard<std::mutex> lock(context.busy);
-    return project(context, *job) ? 0 : 1;
-}
-
-__attribute__((visibility("default"))) void forerun_norm(void* self, const float* x, long rows, long size,
-                                                         const float* weight, float epsilon, float* y) {
-    Context& context = *(Context*)self;
-    std::lock_guard<std::mutex> lock(context.busy);
-    for_rows(context, rows, [&](long row) {
-        context.operations->norm_row(x + row * size, {weight, epsilon}, nullptr, y + row * size, size);
+    return alone(self, need_of(*job, *((Context*)self)->operations), [&](Member& member, const Operations& operations, Memory memory) {
+        project(member, operations, *job, memory);
     });
 }
 
-__attribute__((visibility("default"))) void forerun_rotate(void* self, const Rotation* job, long rows) {
-    Context& context = *(Context*)self;
-    std::lock_guard<std::mutex> lock(context.busy);
-    for_rows(context, rows, [&](long row) { context.operations->rotate_row(*job, row); });
+__attribute__((visibility("default"))) int forerun_rotate(void* self, const Rotation* job) {
+    return alone(self, {}, [&](Member& member, const Operations& operations, Memory) {
+        rotate(member, operations, *job);
+    });
 }
 
 // groups: where each group of rows begins in job->rows, and the end of the last one.
 __attribute__((visibility("default"))) int forerun_attend(void* self, const Attention* job, const int64_t* groups,
                                                           long group_count) {
     Context& context = *(Context*)self;
-    std::lock_guard<std::mutex> lock(context.busy);
-    long scratch = context.operations->scratch_floats, threads = context.pool.threads();
-    float* memory = context.memory(scratch * threads);
-    if (!memory) return 1;
-    std::unique_ptr<AttentionUnit[]> units;
-    long count = cut_attention(*job, groups, group_count, threads, units);
-    if (!count) return 1;
-    context.pool.run(count, [&](long piece, int thread) {
-        context.operations->attend(*job, units[piece], memory + thread * scratch);
-    });
-    return 0;
+    try {
+        auto units = attention_units(*job, groups, group_count, context.pool.threads());
+        return alone(self, need_of(*job, *context.operations),
+                     [&](Member& member, const Operations& operations, Memory memory) {
+                         attend(member, operations, *job, units, memory);
+                     });
+    } catch (const std::bad_alloc&) {
+        return 1;
+    }
 }
 
-__attribute__((visibility("default"))) void forerun_gate(void* self, const float* gate_up, long rows, long size,
-                                                         int gelu, float* y) {
-    Context& context = *(Context*)self;
-    std::lock_guard<std::mutex> lock(context.busy);
-    for_rows(context, rows, [&](long row) {
-        context.operations->gate_row(gate_up + row * 2 * size, y + row * size, size, gelu != 0);
+__attribute__((visibility("default"))) int forerun_gate(void* self, const Gate* job) {
+    return alone(self, {}, [&](Member& member, const Operations& operations, Memory) {
+        gate(member, operations, *job);
     });
 }
 
-__attribute__((visibility("default"))) void forerun_embed(void* self, const void* table, int bf16,
-                                                          const int64_t* token_ids, long rows, long size, float scale,
-                                                          float* y) {
+__attribute__((visibility("default"))) int forerun_embed(void* self, const Embedding* job) {
+    return alone(self, {}, [&](Member& member, const Operations& operations, Memory) {
+        embed(member, operations, *job);
+    });
+}
+
+__attribute__((visibility("default"))) int forerun_mixture(void* self, const Mixture* job) {
+    return alone(self, need_of(*job, *((Context*)self)->operations), [&](Member& member, const Operations& operations, Memory memory) {
+        mix(member, operations, *job, memory);
+    });
+}
+
+// A whole step. 1 when memory is short.
+__attribute__((visibility("default"))) int forerun_run(void* self, const Program* program, const Step* step) {
     Context& context = *(Context*)self;
     std::lock_guard<std::mutex> lock(context.busy);
-    for_rows(context, rows, [&](long row) {
-        const char* from = (const char*)table + token_ids[row] * size * (bf16 ? 2 : 4);
-        context.operations->embed_row(from, bf16 != 0, scale, y + row * size, size);
-    });
+    return run(context, *program, *step) ? 0 : 1;
 }
 
 // Reads memory once, as fast as plain loads go, and returns the sum of its 64-bit words (of a rest, nothing): what any

@@ -80,28 +80,26 @@ void store_head(const float* x, void* to, bool bf16, long at, long size) {
     for (long i = 0; i < size; i += LANES) store_part((uint16_t*)to + at + i, load_part(x + i, size - i), size - i);
 }
 
-void rotate_row(const Rotation& job, long row) {
+void rotate(const Rotation& job, long row, long kv_head) {
     float buffer[MAX_HEAD_DIM];
-    long size = job.head_dim, features = (job.heads + 2 * job.kv_heads) * size;
+    long size = job.head_dim, features = (job.heads + 2 * job.kv_heads) * size, group = job.heads / job.kv_heads;
     const float* x = job.qkv + row * features;
     const float* cosines = job.cosines + job.positions[row] * job.half;
     const float* sines = job.sines + job.positions[row] * job.half;
-    for (long h = 0; h < job.heads; ++h)
+    for (long h = kv_head * group; h < (kv_head + 1) * group; ++h)
         rotate_head(x + h * size, job.query_norm, cosines, sines, size, job.half, job.q + (row * job.heads + h) * size);
-    for (long h = 0; h < job.kv_heads; ++h) {
-        long at = (job.slots[row] * job.kv_heads + h) * size;
-        rotate_head(x + (job.heads + h) * size, job.key_norm, cosines, sines, size, job.half, buffer);
-        store_head(buffer, job.keys, job.bf16, at, size);
-        // Attention multiplies what a row does not see by 0; a value that is not finite would be seen through that.
-        const float* value = x + (job.heads + job.kv_heads + h) * size;
-        for (long i = 0; i < size; ++i) buffer[i] = __builtin_isfinite(value[i]) ? value[i] : 0.0f;
-        store_head(buffer, job.values, job.bf16, at, size);
-    }
+    long at = (job.slots[row] * job.kv_heads + kv_head) * size;
+    rotate_head(x + (job.heads + kv_head) * size, job.key_norm, cosines, sines, size, job.half, buffer);
+    store_head(buffer, job.keys, job.bf16, at, size);
+    // Attention multiplies what a row does not see by 0; a value that is not finite would be seen through that.
+    const float* value = x + (job.heads + job.kv_heads + kv_head) * size;
+    for (long i = 0; i < size; ++i) buffer[i] = __builtin_isfinite(value[i]) ? value[i] : 0.0f;
+    store_head(buffer, job.values, job.bf16, at, size);
 }
 
-void gate_row(const float* gate_up, float* y, long size, bool gelu) {
+void gate_part(const float* gates, const float* ups, float* y, long size, bool gelu) {
     for (long i = 0; i < size; i += LANES) {
-        vfloat gate = load_part(gate_up + i, size - i), up = load_part(gate_up + size + i, size - i);
+        vfloat gate = load_part(gates + i, size - i), up = load_part(ups + i, size - i);
         if (gelu) {
             vfloat inner = fma(gate * gate * gate, splat(0.044715f), gate) * 0.7978845608f;
             gate = 0.5f * gate * (1.0f + hyperbolic_tangent(inner));
@@ -119,14 +117,54 @@ void embed_row(const void* row, bool bf16, float scale, float* y, long size) {
     }
 }
 
+// Softmax over all experts, then the greatest shares, the first of equal ones; ordered by expert at the end.
+void route_row(float* logits, long experts, long top_k, bool renormalise, int32_t* chosen, float* shares) {
+    float top = logits[0], total = 0;
+    for (long i = 1; i < experts; ++i) top = logits[i] > top ? logits[i] : top;
+    for (long i = 0; i < experts; i += LANES)
+        store_part(logits + i, exponential(load_part(logits + i, experts - i) - top), experts - i);
+    for (long i = 0; i < experts; ++i) total += logits[i];
+    float picked = 0;
+    for (long rank = 0; rank < top_k; ++rank) {
+        long best = -1;
+        for (long i = 0; i < experts; ++i) {
+            bool taken = false;
+            for (long j = 0; j < rank; ++j) taken |= chosen[j] == i;
+            if (!taken && (best < 0 || logits[i] > logits[best])) best = i;
+        }
+        chosen[rank] = (int32_t)best;
+        shares[rank] = logits[best] / total;
+        picked += shares[rank];
+    }
+    if (renormalise)
+        for (long rank = 0; rank < top_k; ++rank) shares[rank] = shares[rank] / picked;
+    for (long i = 1; i < top_k; ++i) {
+        int32_t expert = chosen[i];
+        float share = shares[i];
+        long j = i;
+        for (; j > 0 && chosen[j - 1] > expert; --j) chosen[j] = chosen[j - 1], shares[j] = shares[j - 1];
+        chosen[j] = expert, shares[j] = share;
+    }
+}
+
+void combine_row(const float* rows, const int32_t* place, const float* shares, long count, const float* residual,
+                 float* y, long size) {
+    for (long i = 0; i < size; i += LANES) {
+        vfloat sum{};
+        for (long j = 0; j < count; ++j) sum += load_part(rows + place[j] * size + i, size - i) * shares[j];
+        if (residual) sum = load_part(residual + i, size - i) + sum;
+        store_part(y + i, sum, size - i);
+    }
+}
+
 }  // namespace
 
 namespace forerun {
 
 const Operations* FORERUN_OPERATIONS() {
     static constexpr Operations operations = {
-        FORERUN_OPERATIONS_NAME, ATTENTION_SCRATCH, packed_bytes, pack,   code_bytes, encode,
-        linear,                  norm_row,          rotate_row,   attend, gate_row,   embed_row,
+        FORERUN_OPERATIONS_NAME, ATTENTION_SCRATCH, packed_bytes, pack,      code_bytes, encode,    linear,
+        norm_row,                rotate,            attend,       gate_part, embed_row,  route_row, combine_row,
     };
     return &operations;
 }

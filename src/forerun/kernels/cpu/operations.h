@@ -67,6 +67,15 @@ struct Projection {
     float softcap;  // 0: off
 };
 
+struct Embedding {
+    const void* table;  // [entries, size]
+    const int64_t* token_ids;  // [rows]
+    float* y;                  // [rows, size]
+    int64_t rows, size;
+    float scale;
+    bool bf16;
+};
+
 struct Rotation {
     const float* qkv;  // [rows, (heads + 2 kv_heads) * head_dim]
     float* q;          // [rows, heads * head_dim]
@@ -74,7 +83,7 @@ struct Rotation {
     const float *cosines, *sines;  // [positions, half]
     const int64_t *positions, *slots;  // [rows]
     Norm query_norm, key_norm;
-    long heads, kv_heads, head_dim, half;
+    int64_t rows, heads, kv_heads, head_dim, half;
     bool bf16;
 };
 
@@ -102,6 +111,27 @@ struct AttentionUnit {
     long first, last, first_head, last_head;
 };
 
+struct Gate {
+    const float* gate_up;  // [rows, 2 * size]
+    float* y;              // [rows, size]
+    int64_t rows, size;
+    bool gelu;
+};
+
+// y = residual + the sum, in the order of the experts, of share * down(gate(gate_up(before(x)))) over the chosen ones.
+// All gate_up have one shape, and so have all down.
+struct Mixture {
+    const float* x;  // [rows, features]
+    Norm before;
+    const Weight* router;
+    const Weight* const* gate_up;  // [experts]
+    const Weight* const* down;     // [experts]
+    const float* residual;         // [rows, features] or null
+    float* y;                      // [rows, features]
+    int64_t rows, experts, top_k;
+    bool renormalise, gelu;
+};
+
 struct Operations {
     const char* name;
     long scratch_floats;  // working memory of attend(), per thread
@@ -111,10 +141,15 @@ struct Operations {
     void (*encode_row)(const Weight&, const float* x, const Activations&, long row);
     void (*linear)(const Linear&, long chunk);
     void (*norm_row)(const float* x, Norm norm, const float* residual, float* y, long size);
-    void (*rotate_row)(const Rotation&, long row);
+    void (*rotate)(const Rotation&, long row, long kv_head);  // with the query heads that go with it
     void (*attend)(const Attention&, const AttentionUnit&, float* scratch);
-    void (*gate_row)(const float* gate_up, float* y, long size, bool gelu);
+    void (*gate_part)(const float* gate, const float* up, float* y, long size, bool gelu);
     void (*embed_row)(const void* row, bool bf16, float scale, float* y, long size);
+    // The top_k experts of a row, ascending, and their shares; overwrites the logits.
+    void (*route_row)(float* logits, long experts, long top_k, bool renormalise, int32_t* chosen, float* shares);
+    // y = residual + sum over i of rows[place[i]] * shares[i].
+    void (*combine_row)(const float* rows, const int32_t* place, const float* shares, long count, const float* residual,
+                        float* y, long size);
 };
 
 const Operations* avx2_operations();

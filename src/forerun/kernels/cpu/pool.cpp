@@ -12,6 +12,14 @@ namespace {
 constexpr auto SPIN = std::chrono::microseconds(100);
 constexpr int PATIENCE = 2000;  // pauses, some 20 to 80 us
 
+// The i-th look at something that another thread is about to do: it may have lost its processor in the middle of it.
+void pause_or_yield(int i) {
+    if (i < PATIENCE)
+        _mm_pause();
+    else
+        std::this_thread::yield();
+}
+
 }  // namespace
 
 Pool::Pool(int threads) : count_(threads), ranges_(new Range[threads]) {
@@ -27,45 +35,30 @@ Pool::~Pool() {
     for (auto& helper : helpers_) helper.join();
 }
 
-void Pool::start(long pieces, Call call, const void* work) {
-    if (count_ == 1 || pieces == 1) {
-        for (long i = 0; i < pieces; ++i) call(work, i, 0);
-        return;
+void Pool::open(Call call, const void* work) {
+    if (count_ == 1) {
+        Member alone(*this, 0, state_.load(std::memory_order_relaxed));
+        return call(work, alone);
     }
     call_ = call;
     work_ = work;
-    for (int t = 0; t < count_; ++t) {
-        ranges_[t].end = pieces * (t + 1) / count_;
-        ranges_[t].next.store(pieces * t / count_, std::memory_order_relaxed);
-    }
+    for (int t = 0; t < count_; ++t) ranges_[t].next.store(0, std::memory_order_relaxed);
+    done_.store(0, std::memory_order_relaxed);
     uint64_t open = state_.load(std::memory_order_relaxed) + 1;
     state_.store(open);  // sequentially consistent: either a helper going to sleep sees it, or it is seen sleeping
     if (sleeping_.load()) {
         { std::lock_guard<std::mutex> lock(mutex_); }
         wake_.notify_all();
     }
-    take_part(0);
+    Member member(*this, 0, open);
+    call(work, member);
     state_.store(open + 1);
-    for (int i = 0; inside_.load(); ++i) {
-        if (i < PATIENCE)
-            _mm_pause();
-        else
-            std::this_thread::yield();  // a helper lost its processor in the middle of a piece
-    }
+    for (int i = 0; inside_.load(); ++i) pause_or_yield(i);
 }
 
-// Own pieces first (their data lie side by side), then what others have not begun.
-void Pool::take_part(int thread) {
-    for (int i = 0; i < count_; ++i) {
-        Range& range = ranges_[(thread + i) % count_];
-        for (;;) {
-            long piece = range.next.load(std::memory_order_relaxed);
-            if (piece >= range.end) break;
-            piece = range.next.fetch_add(1, std::memory_order_relaxed);
-            if (piece >= range.end) break;
-            call_(work_, piece, thread);
-        }
-    }
+// Until so many pieces of the region are done.
+void Pool::wait_for(uint64_t target) const {
+    for (int i = 0; done_.load(std::memory_order_acquire) < target; ++i) pause_or_yield(i);
 }
 
 void Pool::serve(int thread) {
@@ -73,15 +66,18 @@ void Pool::serve(int thread) {
         seen = await(seen);
         if (ending_.load()) return;
         inside_.fetch_add(1);
-        // Only now does the job stay as it is until we leave; it may have been closed, or be the next one already.
+        // Only now does the region stay as it is until we leave; it may have been closed, or be the next one already.
         uint64_t state = state_.load();
-        if (state & 1) take_part(thread);
+        if (state & 1) {
+            Member member(*this, thread, state);
+            call_(work_, member);
+        }
         seen = state;
         inside_.fetch_sub(1);
     }
 }
 
-// Until there is an open job other than `seen`, or the end.
+// Until there is an open region other than `seen`, or the end.
 uint64_t Pool::await(uint64_t seen) {
     auto news = [&] {
         uint64_t state = state_.load();

@@ -1,6 +1,6 @@
 """A batch laid out for the native kernels: plain integer arrays whose every value has been checked."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -44,12 +44,16 @@ class StoreLayout:
 
     def layer(self, number: int, spec: AttentionSpec) -> tuple[int, int]:
         """Where the layer's keys and values lie. Raises EngineError if there is no such layer or its heads differ."""
-        if not 0 <= number < self.layers or self.heads != (spec.kv_heads, spec.head_dim):
-            raise EngineError(
-                f"layer {number} with {spec.kv_heads} key/value heads of {spec.head_dim} does not fit a store of "
-                f"{self.layers} layers with {self.heads[0]} heads of {self.heads[1]}"
-            )
+        self.check(number + 1, [(spec.kv_heads, spec.head_dim)])
         return self.keys + number * self.layer_bytes, self.values + number * self.layer_bytes
+
+    def check(self, layers: int, heads: Collection[tuple[int, int]]) -> None:
+        """Raise EngineError unless there are so many layers and all `heads`, (kv_heads, head_dim), are those here."""
+        if not 0 < layers <= self.layers or any(these != self.heads for these in heads):
+            raise EngineError(
+                f"layer {layers - 1} with key/value heads (number, size) {list(heads)} does not fit a store of "
+                f"{self.layers} layers with heads {self.heads}; use the model's own new_store()"
+            )
 
 
 @dataclass(frozen=True)
@@ -80,6 +84,21 @@ class PreparedBatch:
     def rows(self) -> int:
         """Number of tokens in the batch."""
         return len(self.token_ids)
+
+    def of(self, store: KVStore) -> StoreLayout:
+        """The layout of its store. Raises EngineError if `store` is another one."""
+        if store is not self.store:
+            raise EngineError("a batch works on the store that it was prepared for; prepare it again for another one")
+        return self.layout
+
+    def check_rotary(self, number: int, head_dim: int) -> tuple[Tensor, Tensor]:
+        """The rotary table of that number. Raises EngineError if it turns more features than a head has."""
+        cosines, sines = self.rotary[number]
+        if 2 * cosines.shape[1] > head_dim:
+            raise EngineError(
+                f"RoPE turns {2 * cosines.shape[1]} features of heads that have {head_dim}; at most all can turn"
+            )
+        return cosines, sines
 
     @cached_property
     def at(self) -> Addresses:

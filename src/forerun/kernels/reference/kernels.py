@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from forerun.kernels.base import Activation, AttentionSpec, Mixture, Norm
+from forerun.kernels.base import Activation, AttentionSpec, Mixture, Norm, Operations
 from forerun.kernels.batch import TokenBatch
 from forerun.kernels.kv_store import KVStore
 from forerun.kernels.mixture import mix
@@ -100,8 +100,10 @@ class ReferenceKernels:
         gate, up = gate.contiguous(), up.contiguous()
         return exactly(F.silu if activation == "silu" else partial(F.gelu, approximate="tanh"), gate) * up
 
-    def mixture(self, x: Tensor, norm: Norm | None, mixture: Mixture, activation: Activation) -> Tensor:
-        return mix(rms_norm(x, norm), mixture, _any_rows, partial(self.gate, activation=activation))
+    def mixture_add(
+        self, x: Tensor, norm: Norm | None, mixture: Mixture, activation: Activation, residual: Tensor
+    ) -> Tensor:
+        return residual + mix(rms_norm(x, norm), mixture, _any_rows, partial(self.gate, activation=activation))
 
     def logits(
         self,
@@ -125,6 +127,9 @@ class ReferenceKernels:
             return sum(held.nbytes for held in words)
 
         return read
+
+    def record(self, operations: Operations) -> Callable[[PreparedBatch, KVStore], Tensor]:
+        return partial(operations, self)
 
 
 def rms_norm(x: Tensor, norm: Norm | None) -> Tensor:
