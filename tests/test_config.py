@@ -18,6 +18,7 @@ from forerun.settings_sources import RESERVED_VARIABLES
 CHANGED: dict[str, tuple[Any, Any]] = {
     "model": ("other-model", "other-model"),
     "precision": ("int8", "int8"),
+    "activation_bits": ("8", 8),
     "device": ("cpu", "cpu"),
     "threads": ("3", 3),
     "context_length": ("512", 512),
@@ -224,6 +225,9 @@ def test_an_unknown_setting_names_the_nearest(name: str, nearest: str, tmp_path:
     [
         ({"precision": "fp8-e4m3"}, "quantised kernels for CUDA; allowed now: auto, fp32, bf16, int8, int4"),
         ({"draft_precision": "fp8_e4m3"}, "draft_precision is 'fp8_e4m3'.*quantised kernels for CUDA"),
+        ({"activation_bits": 9}, "activation_bits is 9.*must be one of 8, 16"),
+        ({"activation_bits": "many"}, "activation_bits is 'many'.*must be"),
+        ({"activation_bits": True}, "activation_bits is True.*must be a number"),
         ({"precision": "fp7"}, "precision is 'fp7'.*must be one of auto, fp32, bf16, int8, int4"),
         ({"speculation": {"acceptance": "two-stage"}}, "lossy acceptance rules; allowed now: exact"),
         ({"speculation": {"device": "cuda"}}, "beside the target; allowed now: auto"),
@@ -323,7 +327,7 @@ def test_a_size_survives_being_shown_and_read_again(size: int) -> None:
 
 @given(
     st.dictionaries(
-        st.sampled_from([path for path, (text, _) in CHANGED.items() if text.isdigit()]),
+        st.sampled_from([path for path, (text, _) in CHANGED.items() if text.isdigit() and path != "activation_bits"]),
         st.integers(33, 64),
         max_size=6,
     )

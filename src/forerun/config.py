@@ -45,6 +45,10 @@ def _number_or_auto(value: Any) -> Any:
     return None if isinstance(value, str) and value.strip().lower() in ("auto", "none", "null", "") else _number(value)
 
 
+def _bits(value: Any) -> Any:
+    return int(value) if isinstance(value, str) and value.strip().isdecimal() else _number(value)
+
+
 def _text_or_none(value: Any) -> Any:
     if isinstance(value, os.PathLike):
         return os.fspath(value)
@@ -218,6 +222,10 @@ class EngineConfig(_Section):
     precision: Precision = Field(
         default="auto", description="number format of the weights: auto, fp32, bf16, int8, int4"
     )
+    activation_bits: Annotated[Literal[8, 16], BeforeValidator(_bits)] = Field(
+        default=16,
+        description="bits of the activations that int8 and int4 weights are multiplied with: 16, 8 (coarser)",
+    )
     device: Device = Field(default="auto", description="auto, cpu or cuda")
     threads: CountOrAuto = Field(
         default=None, ge=1, le=MOST_THREADS, description="threads of the CPU kernels; auto: one per core"
@@ -280,7 +288,7 @@ def _list_settings(section: type[BaseModel], prefix: str) -> dict[str, Setting]:
         if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
             found |= _list_settings(field.annotation, f"{prefix}{name}.")
         else:
-            choices = get_args(field.annotation) if get_origin(field.annotation) is Literal else ()
+            choices = tuple(map(str, get_args(field.annotation))) if get_origin(field.annotation) is Literal else ()
             found[prefix + name] = Setting(prefix + name, field.default, field.description or "", choices)
     return found
 

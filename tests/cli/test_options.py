@@ -15,6 +15,7 @@ SETTING_FLAGS = [
     ("--model", "other", "model", "other"),
     ("-m", "other", "model", "other"),
     ("--precision", "int8", "precision", "int8"),
+    ("--activation-bits", "8", "activation_bits", 8),
     ("--device", "cpu", "device", "cpu"),
     ("--threads", "3", "threads", 3),
     ("--context-length", "512", "context_length", 512),

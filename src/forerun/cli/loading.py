@@ -37,5 +37,9 @@ def load_target(config: EngineConfig) -> "LoadedModel":
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     return load_model(
-        config.model, precision=config.precision, device=config.device, context_length=config.context_length
+        config.model,
+        precision=config.precision,
+        activation_bits=config.activation_bits,
+        device=config.device,
+        context_length=config.context_length,
     )

@@ -38,6 +38,7 @@ def build_engine(config: EngineConfig, *, progress: bool | None = None) -> Built
     model = load_model(
         config.model,
         precision=config.precision,
+        activation_bits=config.activation_bits,
         device=config.device,
         context_length=config.context_length,
         progress=progress,
@@ -112,7 +113,12 @@ def _load_draft(config: EngineConfig, model: LoadedModel, missing: dict[str, str
     name, precision = config.speculation.draft_model, config.speculation.draft_precision
     assert name is not None, "the settings do not name the drafter 'draft' without a draft_model"
     try:
-        draft = load_model(name, precision=config.precision if precision == "auto" else precision, device=model.device)
+        draft = load_model(
+            name,
+            precision=config.precision if precision == "auto" else precision,
+            activation_bits=config.activation_bits,
+            device=model.device,
+        )
         check_same_vocabulary(model.tokenizer, draft.tokenizer)
     except ForerunError as error:
         if config.speculation.on_draft_error == "fail":

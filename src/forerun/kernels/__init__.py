@@ -7,22 +7,26 @@ import torch
 
 from forerun.kernels.base import Kernels
 from forerun.kernels.linears import Linears
+from forerun.kernels.quantized import ActivationBits
 
 logger = logging.getLogger(__name__)
 
 
-def choose_kernels(device: torch.device | str) -> Kernels:
-    """The best kernels for a device: native code on a CPU that has it, the torch reference anywhere else."""
+def choose_kernels(device: torch.device | str, activation_bits: ActivationBits = 16) -> Kernels:
+    """The best kernels for a device: native code on a CPU that has it, the torch reference anywhere else.
+
+    activation_bits: of the activations that quantised weights are multiplied with.
+    """
     from forerun.kernels.cpu import load_cpu_kernels, unavailable_reason
     from forerun.kernels.reference import ReferenceKernels
 
     device = torch.device(device)
     if device.type != "cpu":
-        return ReferenceKernels(device)
-    native = load_cpu_kernels()
+        return ReferenceKernels(device, activation_bits)
+    native = load_cpu_kernels(activation_bits=activation_bits)
     if native is None:
         logger.warning("no native CPU kernels, the torch reference is many times slower: %s", unavailable_reason())
-    return native or ReferenceKernels(device)
+    return native or ReferenceKernels(device, activation_bits)
 
 
 def open_linears(kernels: Kernels, place: Path) -> Linears:

@@ -14,6 +14,7 @@ import torch
 from forerun.errors import ConfigError, ModelError
 from forerun.kernels.base import Kernels
 from forerun.kernels.linears import Linears
+from forerun.kernels.quantized import ActivationBits
 from forerun.models.architecture import Architecture
 from forerun.models.chat_template import ChatTemplate
 from forerun.models.decoder import Decoder
@@ -54,14 +55,16 @@ def load_model(
     precision: Precision | Literal["auto"] = "auto",
     device: torch.device | str = "auto",
     kernels: Kernels | None = None,
+    activation_bits: ActivationBits = 16,
     context_length: int | None = None,
     progress: bool | None = None,
 ) -> LoadedModel:
     """Load the model called `name` (see `locate`).
 
     precision: of the weights, see `choose_precision`; the cache is bf16, with fp32 weights fp32. device: auto = cuda if
-    there is one, else cpu. kernels: None = the best for the device. context_length: positions to provide for; None = as
-    many as the model allows. progress: show a bar while a GGUF is converted; None = if stderr is a terminal.
+    there is one, else cpu. kernels: None = the best for the device, whose activations have `activation_bits`
+    where they meet quantised weights. context_length: positions to provide for; None = as many as the model allows.
+    progress: show a bar while a GGUF is converted; None = if stderr is a terminal.
 
     Raises ModelNotFoundError, WeightsError, TokenizerError, UnsupportedModelError for the model, ConfigError for a
     precision, device or context length that cannot be had.
@@ -74,7 +77,7 @@ def load_model(
     if kernels is None:
         from forerun.kernels import choose_kernels
 
-        kernels = choose_kernels(chosen_device)
+        kernels = choose_kernels(chosen_device, activation_bits)
     chosen = choose_precision(
         precision, native=kernels.name != "reference", stored=lambda: _stored_types(files) if files.parts else {}
     )

@@ -214,6 +214,11 @@ def supported() -> tuple[str, ...]:
     return tuple(name for index, name in enumerate(INSTRUCTION_SETS) if bits >> index & 1)
 
 
+def forced() -> bool:
+    """Whether FORERUN_CPU_ISA says what to use."""
+    return bool(os.environ.get(VARIABLE, "").strip())
+
+
 def chosen() -> str:
     """The instruction set to use: what FORERUN_CPU_ISA says, else the best; "reference" if there is none.
 

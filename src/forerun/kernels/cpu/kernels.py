@@ -3,9 +3,10 @@
 Rows are never padded here: the native operations keep a row's bits whatever the number of rows.
 """
 
+import logging
 from collections.abc import Callable, Sequence
 from ctypes import byref
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -27,15 +28,40 @@ from forerun.kernels.reference import ReferenceKernels
 from forerun.kernels.reference.kernels import rms_norm
 from forerun.kernels.reference.tiles import pad_rows
 
+logger = logging.getLogger(__name__)
 
-def load_cpu_kernels(threads: int | None = None) -> "CpuKernels | None":
+
+def load_cpu_kernels(threads: int | None = None, activation_bits: ActivationBits = 16) -> "CpuKernels | None":
     """The native kernels with that many threads (None = as many as torch uses), or None if there are none here.
 
-    FORERUN_CPU_ISA forces an instruction set, or the reference. Raises ConfigError if it names one that is not possible
-    here, or if threads < 1.
+    FORERUN_CPU_ISA forces an instruction set, or the reference; else it is the best that computes rightly. Raises
+    ConfigError if it names one that is not possible here, or if threads < 1.
     """
     isa = binding.chosen()
-    return None if isa == "reference" else CpuKernels(isa, threads)
+    if isa == "reference":
+        return None
+    if not binding.forced():
+        possible = binding.supported()
+        isa = next((name for name in reversed(possible) if name == possible[0] or _computes_rightly(name)), isa)
+    return CpuKernels(isa, threads, activation_bits)
+
+
+@cache
+def _computes_rightly(isa: str) -> bool:
+    """A small product on this instruction set, compared with the reference: a machine may differ from what it says."""
+    generator = torch.Generator().manual_seed(0)
+    codes = torch.randint(-128, 128, (48, 192), generator=generator).to(torch.int8)
+    weight, x = QuantizedWeight(codes, torch.rand(48, generator=generator)), torch.randn(17, 192, generator=generator)
+    native, reference = CpuKernels(isa, 1), ReferenceKernels("cpu")
+    right = torch.equal(
+        native.norm_project(x, None, native.pack(weight)), reference.norm_project(x, None, reference.pack(weight))
+    )
+    plain = weight.dequantized().bfloat16()
+    product, true = native.norm_project(x, None, native.pack(plain)), x @ plain.float().T
+    right = right and bool((product - true).norm() < 1e-3 * true.norm())
+    if not right:
+        logger.warning("the %s kernels compute wrongly on this processor and are not used; please report it", isa)
+    return right
 
 
 def unavailable_reason() -> str | None:
