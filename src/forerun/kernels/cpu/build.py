@@ -15,8 +15,9 @@ from pathlib import Path
 
 SOURCES = Path(__file__).parent
 PORTABLE = ("library", "mixture", "pool", "program", "work")  # compiled for any x86-64
-# Multiplications and additions are fused where the source says so and nowhere else: -ffp-contract=off.
-_FLAGS = ("-std=c++17", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-fno-math-errno", "-Wall")
+# Multiplications and additions are fused where the source says so and nowhere else: -ffp-contract=off. Integers wrap
+# around (exponents are made by adding to the bits of a float): -fwrapv.
+_FLAGS = ("-std=c++17", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-fwrapv", "-fno-math-errno", "-Wall")
 _AVX2 = ("-mavx2", "-mfma", "-mf16c")
 # GCC 12 warns about its own headers here.
 _AVX512 = (*_AVX2, *(f"-mavx512{part}" for part in ("f", "bw", "dq", "vl", "vnni")), "-Wno-maybe-uninitialized")
@@ -52,7 +53,7 @@ _EMULATED_SETS = {
 }
 EMULATED = Variant(("-O2", "-Wno-psabi", "-DFORERUN_EMULATE"), (), _EMULATED_SETS)
 _SANITIZERS = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer")
-SANITIZED = Variant(("-O1", "-g", "-Wno-psabi", "-DFORERUN_EMULATE", *_SANITIZERS), _SANITIZERS, _EMULATED_SETS)
+SANITIZED = Variant(("-O1", "-g1", "-Wno-psabi", "-DFORERUN_EMULATE", *_SANITIZERS), _SANITIZERS, _EMULATED_SETS)
 
 
 def compiler() -> list[str]:

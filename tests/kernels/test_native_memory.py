@@ -1,0 +1,79 @@
+"""The native code under address and undefined-behaviour sanitizers, and the instruction sets that this machine lacks.
+
+A build of its own in which AVX2 stands in for AVX-512 and AMX, so that all of the code runs on any machine with AVX2.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from forerun.kernels.cpu import binding
+from forerun.kernels.cpu.build import SANITIZED, BuildError, build, compiler
+
+ROOT = Path(__file__).parents[2]
+pytestmark = pytest.mark.skipif(not binding.supported(), reason="no native kernels on this machine")
+
+
+@pytest.fixture(scope="module")
+def sanitized(tmp_path_factory):
+    """Environment of a process that uses the sanitized library; the sanitizers must be loaded before all else."""
+    library = tmp_path_factory.mktemp("sanitized") / "libforerun_cpu.so"
+    try:
+        command = compiler()
+        runtimes = [
+            subprocess.check_output([*command, f"-print-file-name={name}"], text=True).strip()
+            for name in ("libasan.so", "libubsan.so")
+        ]
+        if not all(map(os.path.isabs, runtimes)):
+            pytest.skip("the compiler has no sanitizers")
+        build(library, SANITIZED)
+    except BuildError as error:
+        pytest.skip(str(error))
+    return os.environ | {
+        "LD_PRELOAD": ":".join(runtimes),
+        "ASAN_OPTIONS": "detect_leaks=0",  # Python's own; the library's memory lives as long as the process
+        "UBSAN_OPTIONS": "print_stacktrace=1",
+        "FORERUN_CPU_LIBRARY": str(library),
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": str(ROOT),
+    }
+
+
+def run(environment, *command):
+    done = subprocess.run(
+        [sys.executable, *command], env=environment, cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
+    return done.stdout
+
+
+def test_odd_shapes_under_sanitizers_on_every_instruction_set(sanitized):
+    told = run(sanitized, "-m", "tests.kernels.fuzz_native", "--cases", "40")
+    assert told.split("\n")[:-1] == [f"{isa}: 40 cases" for isa in ("avx2", "avx512", "amx")]
+
+
+def test_a_read_past_the_end_would_be_noticed(sanitized):
+    """What these tests rest on: the sanitizer sees the memory that tensors live in."""
+    broken = (
+        "import torch\n"
+        "from forerun.kernels.cpu import binding, CpuKernels\n"
+        "kernels, x, y = CpuKernels('avx2', 1), torch.ones(1, 16), torch.ones(1, 16)\n"
+        "gate = binding.GateArgument(x.data_ptr(), y.data_ptr(), 1, 1000, False)\n"
+        "binding.library().forerun_gate(binding.context('avx2', 1), binding.byref(gate))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", broken], env=sanitized, cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode != 0
+    assert "AddressSanitizer: heap-buffer-overflow" in done.stderr
+
+
+@pytest.mark.parametrize("isa", binding.supported())
+def test_odd_shapes_on_this_machine(isa):
+    told = run(
+        os.environ | {"PYTHONPATH": str(ROOT)}, "-m", "tests.kernels.fuzz_native", "--cases", "60", "--seed", "1000"
+    )
+    assert f"{isa}: 60 cases" in told
