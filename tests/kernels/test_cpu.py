@@ -283,6 +283,15 @@ def test_attention_agrees_with_double_precision(kernels, dtype, head_dim, group)
         torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-5)
 
 
+@each
+def test_attention_of_one_row_with_many_heads_that_share_keys_ends(kernels):
+    store = filled_store(64, 1, 8, torch.float32)
+    for heads in (13, 16, 64):
+        spec, batch, q = AttentionSpec(heads, 1, 8, 0.3), chain(np.arange(40), 39), randn(1, heads * 8)
+        got = kernels.attend(q, spec, 0, kernels.prepare(batch, store, []), store)
+        torch.testing.assert_close(got.double(), attention_in_double(q, store, spec, batch), rtol=1e-5, atol=1e-5)
+
+
 @settings(max_examples=60, deadline=None)
 @given(
     length=st.integers(1, 260),

@@ -130,7 +130,7 @@ std::vector<AttentionUnit> attention_units(const Attention& job, const int64_t* 
         for (long g = 0; g < group_count; ++g) parts += (groups[g + 1] - groups[g] + rows - 1) / rows;
         return parts * ((job.kv_heads + heads - 1) / heads);
     };
-    while (tile * group > 12 && threads > 1 && count(tile, 1) < 2 * threads) tile = (tile + 1) / 2;
+    while (tile > 1 && tile * group > 12 && threads > 1 && count(tile, 1) < 2 * threads) tile = (tile + 1) / 2;
     auto load = [&](long heads) { return (count(tile, heads) + threads - 1) / threads * heads; };  // of one thread
     long heads = 1, most = std::min({job.kv_heads, MAX_QUERIES / (group * tile), NEAR_BYTES / bytes});
     for (long candidate = 2; candidate <= most; ++candidate)
