@@ -7,7 +7,7 @@ import ctypes
 import functools
 import os
 from collections.abc import Sequence
-from ctypes import POINTER, c_bool, c_float, c_int, c_int32, c_int64, c_long, c_void_p
+from ctypes import POINTER, c_bool, c_char_p, c_float, c_int, c_int32, c_int64, c_long, c_void_p
 from pathlib import Path
 
 import numpy as np
@@ -17,10 +17,13 @@ from torch import Tensor
 from forerun.errors import ConfigError, EngineError
 from forerun.kernels.base import Norm
 from forerun.kernels.batch import IntArray
+from forerun.kernels.cpu.build import BuildError, check_machine, identity
 
 LIBRARY = Path(os.environ.get("FORERUN_CPU_LIBRARY") or Path(__file__).with_name("libforerun_cpu.so"))  # tests set it
 INSTRUCTION_SETS = ("avx2", "avx512", "amx")  # from plain to best; the library knows them by index
 VARIABLE = "FORERUN_CPU_ISA"
+# pip keeps the wheels that it builds, one without a library too.
+_AGAIN = "install forerun again (pip install --force-reinstall --no-deps --no-cache-dir)"
 
 
 class NormArgument(ctypes.Structure):
@@ -197,21 +200,49 @@ _FUNCTIONS: dict[str, tuple[object, Sequence[object]]] = {
 
 @functools.cache
 def library() -> ctypes.CDLL:
-    """The loaded library. Raises OSError if it is not there or cannot be loaded."""
+    """The loaded library. Raises OSError if it is not there, cannot be loaded, or was not built from these sources."""
     loaded = ctypes.CDLL(str(LIBRARY))
+    built, wanted = _identity_of(loaded), identity()
+    if built != wanted and built.partition("/")[0] != wanted:
+        raise OSError(f"{LIBRARY.name} is of another version ({built}) than forerun ({wanted})")
     for name, (result, arguments) in _FUNCTIONS.items():
+        if not hasattr(loaded, name):
+            raise OSError(f"{LIBRARY.name} lacks {name}")
         function = getattr(loaded, name)
         function.restype, function.argtypes = result, arguments
     return loaded
+
+
+def _identity_of(loaded: ctypes.CDLL) -> str:
+    if not hasattr(loaded, "forerun_identity"):
+        return "unknown"
+    loaded.forerun_identity.restype = c_char_p
+    return bytes(loaded.forerun_identity()).decode()
 
 
 def supported() -> tuple[str, ...]:
     """The instruction sets that the library has code for and this machine can execute; empty without a library."""
     try:
         bits = library().forerun_supported()
-    except (OSError, AttributeError):
+    except OSError:
         return ()
     return tuple(name for index, name in enumerate(INSTRUCTION_SETS) if bits >> index & 1)
+
+
+def missing_reason() -> str | None:
+    """Why no instruction set is supported, and what to do about it, for people; None if there is one."""
+    if supported():
+        return None
+    try:
+        check_machine()
+        library()
+    except BuildError as error:
+        return str(error)
+    except OSError as error:
+        if LIBRARY.exists():
+            return f"the native library cannot be used: {error}; {_AGAIN}"
+        return f"the native library was not built; install a C++17 compiler (g++), then {_AGAIN}"
+    return "this processor has neither AVX2 with FMA nor AVX-512"
 
 
 def forced() -> bool:
@@ -229,7 +260,9 @@ def chosen() -> str:
     if not wanted:
         return possible[-1]
     if wanted not in possible:
-        raise ConfigError(f"{VARIABLE} is '{wanted}'; possible here: {', '.join(possible)}; set one of these")
+        reason = missing_reason()
+        because = f" ({reason})" if reason else ""
+        raise ConfigError(f"{VARIABLE} is '{wanted}'; possible here: {', '.join(possible)}{because}; set one of these")
     return wanted
 
 

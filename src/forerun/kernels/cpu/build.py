@@ -4,8 +4,10 @@ The library is loaded with ctypes, so it needs neither Python's headers nor torc
 setup.py runs this file by its path, before anything is installed: only the standard library may be imported here.
 """
 
+import hashlib
 import os
 import platform
+import re
 import shutil
 import subprocess
 import tempfile
@@ -56,10 +58,32 @@ _SANITIZERS = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fn
 SANITIZED = Variant(("-O1", "-g1", "-Wno-psabi", "-DFORERUN_EMULATE", *_SANITIZERS), _SANITIZERS, _EMULATED_SETS)
 
 
-def compiler() -> list[str]:
-    """The command of the C++ compiler. Raises BuildError if there is none, or if the machine is not an x86-64."""
+def identity() -> str:
+    """What a library of these sources is known by: forerun's version, "/" and a hash of the sources.
+
+    The version alone where the C++ sources are not beside this file, as a packager may have it.
+    """
+    version = re.search(r'^__version__ = "(.+)"$', (SOURCES.parents[1] / "__init__.py").read_text(), re.MULTILINE)
+    if version is None:
+        raise BuildError("forerun/__init__.py says no __version__")
+    if not any(SOURCES.glob("*.cpp")):
+        return version[1]
+    digest = hashlib.sha256()
+    for path in sorted([*SOURCES.glob("*.cpp"), *SOURCES.glob("*.h"), SOURCES / "build.py"]):
+        text = path.read_bytes()
+        digest.update(f"{path.name} {len(text)}\n".encode() + text)
+    return f"{version[1]}/{digest.hexdigest()[:16]}"
+
+
+def check_machine() -> None:
+    """Raises BuildError if the machine is not an x86-64."""
     if platform.machine().lower() not in ("x86_64", "amd64"):
         raise BuildError(f"native CPU kernels are for x86-64, not {platform.machine()}")
+
+
+def compiler() -> list[str]:
+    """The command of the C++ compiler. Raises BuildError if there is none, or if the machine is not an x86-64."""
+    check_machine()
     names = (os.environ.get("CXX"), "c++", "g++", "clang++")
     command = next((name.split() for name in names if name and shutil.which(name.split()[0])), None)
     if command is None:
@@ -73,6 +97,7 @@ def build(target: Path, variant: Variant = RELEASE) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as directory:
         units: dict[str, tuple[str, Sequence[str]]] = {name: (name, ()) for name in PORTABLE}
+        units["library"] = ("library", (f'-DFORERUN_IDENTITY="{identity()}"',))
         for name, flags in variant.instruction_sets.items():
             named = (f"-DFORERUN_OPERATIONS={name}_operations", f'-DFORERUN_OPERATIONS_NAME="{name}"')
             units[name] = ("operations", (*flags, *named))

@@ -68,15 +68,7 @@ def unavailable_reason() -> str | None:
     """Why `load_cpu_kernels` returns None, for people; None if it does not."""
     if binding.chosen() != "reference":
         return None
-    if binding.supported():
-        return f"{binding.VARIABLE}=reference asks for the torch reference"
-    try:
-        binding.library()
-    except (OSError, AttributeError) as error:
-        if binding.LIBRARY.exists():
-            return f"the native library cannot be loaded ({error}); install forerun again"
-        return "the native library was not built; install a C++17 compiler (g++) and then forerun again"
-    return "this processor has neither AVX2 with FMA nor AVX-512"
+    return binding.missing_reason() or f"{binding.VARIABLE}=reference asks for the torch reference"
 
 
 class CpuKernels:

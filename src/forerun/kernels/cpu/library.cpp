@@ -48,6 +48,10 @@ bool tiles_permitted() {
 
 extern "C" {
 
+// Which sources this was compiled from (identity() of build.py): binding.py takes a library of its own sources only, since
+// the structures that others expect may be laid out differently.
+__attribute__((visibility("default"))) const char* forerun_identity() { return FORERUN_IDENTITY; }
+
 // Bit i: the machine can execute instruction set i of these: AVX2 (with FMA and F16C), AVX-512 (with VNNI), AMX.
 __attribute__((visibility("default"))) int forerun_supported() {
     __builtin_cpu_init();

@@ -1,6 +1,7 @@
 #include "pool.h"
 
 #include <immintrin.h>
+#include <pthread.h>
 
 #include <chrono>
 
@@ -92,7 +93,8 @@ uint64_t Pool::await(uint64_t seen) {
     } while (std::chrono::steady_clock::now() < deadline);
     std::unique_lock<std::mutex> lock(mutex_);
     sleeping_.fetch_add(1);
-    wake_.wait(lock, news);
+    // Not wake_.wait(): its symbol changed with GCC 12, and a library that asks for the new one needs a system as new.
+    while (!news()) pthread_cond_wait(wake_.native_handle(), mutex_.native_handle());
     sleeping_.fetch_sub(1);
     return state_.load();
 }
