@@ -14,6 +14,7 @@ from forerun.kernels.cpu import binding
 from forerun.kernels.cpu.build import SANITIZED, BuildError, build, compiler
 
 ROOT = Path(__file__).parents[2]
+PATHS = f"{ROOT}{os.pathsep}{ROOT / 'src'}"  # the tests, and the Python that belongs to the sources built here
 pytestmark = pytest.mark.skipif(not binding.supported(), reason="no native kernels on this machine")
 
 
@@ -38,7 +39,7 @@ def sanitized(tmp_path_factory):
         "UBSAN_OPTIONS": "print_stacktrace=1",
         "FORERUN_CPU_LIBRARY": str(library),
         "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": str(ROOT),
+        "PYTHONPATH": PATHS,
     }
 
 
@@ -73,7 +74,5 @@ def test_a_read_past_the_end_would_be_noticed(sanitized):
 
 @pytest.mark.parametrize("isa", binding.supported())
 def test_odd_shapes_on_this_machine(isa):
-    told = run(
-        os.environ | {"PYTHONPATH": str(ROOT)}, "-m", "tests.kernels.fuzz_native", "--cases", "60", "--seed", "1000"
-    )
+    told = run(os.environ | {"PYTHONPATH": PATHS}, "-m", "tests.kernels.fuzz_native", "--cases", "60", "--seed", "1000")
     assert f"{isa}: 60 cases" in told
