@@ -10,8 +10,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from forerun.errors import EngineError
-from forerun.verification.filters import Logits, largest, ranked, rough_scores, scores, survivors
-from forerun.verification.noise import Ids, gumbel, gumbel_ceiling
+from forerun.kernels.native_rows import native_rows
+from forerun.verification.filters import (
+    SMALLEST_FLOAT32_TEMPERATURE,
+    Logits,
+    argmax,
+    at_least,
+    largest,
+    ranked,
+    rough_scores,
+    scores,
+    survivors,
+)
+from forerun.verification.noise import Ids, ceiling_terms, gumbel, gumbel_ceiling
 from forerun.verification.sampling import SamplingParams
 
 DISAGREEMENT = 0.7
@@ -156,8 +167,8 @@ def propose(logits: Logits, params: SamplingParams, seed: int, position: int, wi
 
 def checked_best(logits: Logits) -> int:
     """Id of the highest logit, the lowest id among equals. Raises EngineError unless that logit is finite."""
-    top = int(logits.argmax())  # which is the first NaN, if there is one
-    check_highest(float(logits[top]), top)
+    top = argmax(logits)  # which is the first NaN, if there is one
+    check_highest(logits.item(top), top)
     return top
 
 
@@ -197,16 +208,24 @@ def _contenders(
     logits: Logits, ids: Ids | None, best: float, temperature: float, seed: int, position: int, count: int
 ) -> Ids:
     """Those of `ids` (None = all), ascending, that hold the `count` best by score + noise, and not many more."""
-    ceiling = gumbel_ceiling(seed, position, len(logits))
-    ceiling += rough_scores(logits, best, temperature)
+    ceiling = _score_ceilings(logits, best, temperature, seed, position)
     if ids is not None:
         ceiling = ceiling[ids]
     places = largest(ceiling, count)
     front = places if ids is None else ids[places]
     # At least `count` tokens reach the least sum of these: a token whose ceiling lies below it is not among the best.
     reached = (scores(logits[front], best, temperature) + gumbel(seed, position, front)).min()
-    places = np.flatnonzero(ceiling >= np.float32(reached) - _SLACK)
+    places = at_least(ceiling, float(np.float32(reached) - _SLACK))
     return places if ids is None else ids[places]
+
+
+def _score_ceilings(logits: Logits, best: float, temperature: float, seed: int, position: int) -> Logits:
+    """For every token a number that its score + noise exceeds by rounding alone: float32 [vocabulary]."""
+    native = native_rows()
+    if native and native.takes(logits):
+        floored = max(temperature, SMALLEST_FLOAT32_TEMPERATURE)
+        return native.score_ceilings(logits, best, floored, ceiling_terms(seed, position))
+    return gumbel_ceiling(seed, position, len(logits)) + rough_scores(logits, best, temperature)
 
 
 def _bias(params: SamplingParams) -> tuple[Ids, Logits] | None:

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from forerun.drafting.tree import DraftTree
 from forerun.errors import EngineError
-from forerun.verification.choice import SamplingState, check_highest, checked_best, choose
+from forerun.verification.choice import SamplingState, check_highest, choose
+from forerun.verification.filters import argmax_of
 from forerun.verification.logprobs import TokenLogprob, token_logprob
 
 TARGET = "target"
@@ -25,16 +26,17 @@ class LogitRows:
             raise EngineError(f"logits have shape {tuple(logits.shape)}; verification needs [nodes + 1, vocabulary]")
         self._logits = logits.detach().float()
         self._host = self._logits.numpy() if self._logits.device.type == "cpu" else None
+        self._argmax = None if self._host is None else argmax_of(self._host)
         self._best: tuple[list[int], list[float]] | None = None
-        self._size = int(logits.shape[0])
+        self._first, self._size = 0, int(logits.shape[0])
 
     def part(self, start: int, end: int) -> "LogitRows":
         """Rows start ... end - 1. In host memory that takes a tenth of what torch needs to cut a tensor."""
         if self._host is None:
             return LogitRows(self._logits[start:end])
         part = LogitRows.__new__(LogitRows)
-        part._logits, part._best = self._logits, None  # which are not looked at where there is a host copy
-        part._host, part._size = self._host[start:end], end - start
+        part.__dict__.update(self.__dict__)
+        part._first, part._size = self._first + start, end - start
         return part
 
     def __len__(self) -> int:
@@ -43,7 +45,9 @@ class LogitRows:
 
     def row(self, index: int) -> NDArray[np.float32]:
         """Logits of one row: float32 [vocabulary], in host memory; not to be written to."""
-        row: NDArray[np.float32] = self._logits[index].cpu().numpy() if self._host is None else self._host[index]
+        row: NDArray[np.float32] = (
+            self._logits[index].cpu().numpy() if self._host is None else self._host[self._first + index]
+        )
         return row
 
     def argmax(self, index: int) -> int:
@@ -51,11 +55,13 @@ class LogitRows:
 
         Raises EngineError when the row holds NaN or nothing finite to choose.
         """
-        if self._host is not None:  # a visited row costs microseconds here, and the others nothing
-            return checked_best(self._host[index])
-        if (
-            self._best is None
-        ):  # one call and one transfer for the whole tree: on a device these cost more than the work
+        if self._host is not None and self._argmax is not None:
+            index += self._first
+            token = self._argmax(index)  # a visited row costs microseconds here, and the others nothing
+            check_highest(self._host.item(index, token), token)
+            return token
+        if self._best is None:
+            # One call and one transfer for the whole tree: on a device these cost more than the work.
             values, indices = self._logits.max(dim=1)  # propagates NaN; the first index among equals
             self._best = indices.tolist(), values.tolist()
         token = self._best[0][index]

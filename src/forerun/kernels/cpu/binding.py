@@ -7,7 +7,7 @@ import ctypes
 import functools
 import os
 from collections.abc import Sequence
-from ctypes import POINTER, c_bool, c_float, c_int, c_int32, c_int64, c_long, c_void_p
+from ctypes import POINTER, c_bool, c_float, c_int, c_int32, c_int64, c_long, c_uint64, c_void_p
 from pathlib import Path
 
 import numpy as np
@@ -177,6 +177,26 @@ class StepArgument(ctypes.Structure):
     )
 
 
+class HashArgument(ctypes.Structure):
+    """`Hash` of choice.h."""
+
+    _fields_ = (
+        *((name, c_uint64) for name in ("key", "golden")),
+        ("factors", c_uint64 * 2),
+        ("shifts", c_int32 * 2),
+        *((name, c_float) for name in ("slope", "offset")),
+    )
+
+
+class MovesArgument(ctypes.Structure):
+    """`Moves` of choice.h."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("sources", "targets")),
+        *((name, c_int64) for name in ("count", "layers", "layer_bytes", "slot_bytes")),
+    )
+
+
 _FUNCTIONS: dict[str, tuple[object, Sequence[object]]] = {
     "forerun_supported": (c_int, ()),
     "forerun_create": (c_void_p, (c_int, c_int)),
@@ -192,6 +212,11 @@ _FUNCTIONS: dict[str, tuple[object, Sequence[object]]] = {
     "forerun_mixture": (c_int, (c_void_p, POINTER(MixtureArgument))),
     "forerun_run": (c_int, (c_void_p, POINTER(ProgramArgument), POINTER(StepArgument))),
     "forerun_read": (c_int64, (c_void_p, c_void_p, c_long)),
+    "forerun_argmax": (c_int64, (c_void_p, c_int64)),
+    "forerun_block_maxima": (None, (c_void_p, c_int64, c_void_p)),
+    "forerun_at_least": (c_int64, (c_void_p, c_int64, c_float, c_void_p, c_int64)),
+    "forerun_score_ceilings": (None, (c_void_p, c_int64, c_float, c_float, POINTER(HashArgument), c_void_p)),
+    "forerun_move_slots": (c_int, (c_void_p, POINTER(MovesArgument))),
 }
 
 

@@ -73,6 +73,7 @@ def build(target: Path, variant: Variant = RELEASE) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as directory:
         units: dict[str, tuple[str, Sequence[str]]] = {name: (name, ()) for name in PORTABLE}
+        units["choice"] = "choice", _AVX2  # which every machine has that can run any of the library
         for name, flags in variant.instruction_sets.items():
             named = (f"-DFORERUN_OPERATIONS={name}_operations", f'-DFORERUN_OPERATIONS_NAME="{name}"')
             units[name] = ("operations", (*flags, *named))

@@ -7,6 +7,7 @@
 
 #include <atomic>
 
+#include "choice.h"
 #include "program.h"
 #include "work.h"
 
@@ -169,6 +170,30 @@ __attribute__((visibility("default"))) int64_t forerun_read(void* self, const vo
     const uint64_t* words = (const uint64_t*)at;
     for (long i = count * 8; i < bytes / 8; ++i) total += words[i];
     return (int64_t)total.load();
+}
+
+// The passes over a row of logits, and the moves of slots: see choice.h. They need no context and no threads.
+__attribute__((visibility("default"))) int64_t forerun_argmax(const float* row, int64_t size) {
+    return argmax(row, size);
+}
+
+__attribute__((visibility("default"))) void forerun_block_maxima(const float* row, int64_t size, float* maxima) {
+    block_maxima(row, size, maxima);
+}
+
+__attribute__((visibility("default"))) int64_t forerun_at_least(const float* row, int64_t size, float threshold,
+                                                                int64_t* places, int64_t room) {
+    return at_least(row, size, threshold, places, room);
+}
+
+__attribute__((visibility("default"))) void forerun_score_ceilings(const float* row, int64_t size, float best,
+                                                                   float temperature, const Hash* hash,
+                                                                   float* ceilings) {
+    score_ceilings(row, size, best, temperature, *hash, ceilings);
+}
+
+__attribute__((visibility("default"))) int forerun_move_slots(void* store, const Moves* moves) {
+    return move_slots((char*)store, *moves) ? 0 : 1;
 }
 
 }  // extern "C"
