@@ -196,27 +196,40 @@ def _race(
     """
     ids = survivors(logits, best, params)
     if len(logits if ids is None else ids) > _SMALL:
-        ids = _contenders(logits, ids, best, params.temperature, seed, position, count)
-    elif ids is None:
-        ids = np.arange(len(logits))
-    sums = scores(logits[ids], best, params.temperature) + gumbel(seed, position, ids)
+        ids, sums = _contenders(logits, ids, best, params.temperature, seed, position, count)
+    else:
+        ids = np.arange(len(logits)) if ids is None else ids
+        sums = _sums(logits, ids, best, params.temperature, seed, position)
     order = np.argsort(-sums, kind="stable")[:count] if count > 1 else np.array([sums.argmax()])
     return ids[order], sums[order]
 
 
+def _sums(
+    logits: Logits, ids: Ids, best: float, temperature: float, seed: int, position: int
+) -> NDArray[np.float64]:
+    """Score + noise of some tokens."""
+    return scores(logits[ids], best, temperature) + gumbel(seed, position, ids)
+
+
 def _contenders(
     logits: Logits, ids: Ids | None, best: float, temperature: float, seed: int, position: int, count: int
-) -> Ids:
-    """Those of `ids` (None = all), ascending, that hold the `count` best by score + noise, and not many more."""
+) -> tuple[Ids, NDArray[np.float64]]:
+    """Those of `ids` (None = all), ascending, that hold the `count` best by score + noise, and not many more.
+
+    Their sums too.
+    """
     ceiling = _score_ceilings(logits, best, temperature, seed, position)
     if ids is not None:
         ceiling = ceiling[ids]
     places = largest(ceiling, count)
     front = places if ids is None else ids[places]
     # At least `count` tokens reach the least sum of these: a token whose ceiling lies below it is not among the best.
-    reached = (scores(logits[front], best, temperature) + gumbel(seed, position, front)).min()
-    places = at_least(ceiling, float(np.float32(reached) - _SLACK))
-    return places if ids is None else ids[places]
+    sums = _sums(logits, front, best, temperature, seed, position)
+    places = at_least(ceiling, float(np.float32(sums.min()) - _SLACK))
+    if len(places) == len(front):  # which are always among them
+        return front, sums
+    ids = places if ids is None else ids[places]
+    return ids, _sums(logits, ids, best, temperature, seed, position)
 
 
 def _score_ceilings(logits: Logits, best: float, temperature: float, seed: int, position: int) -> Logits:
