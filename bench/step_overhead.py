@@ -6,7 +6,7 @@ A stand-in takes the model's place: its logits name the next token of a long JSO
 time, while the tokenizer, the vocabulary and everything around the model are the default model's. --real runs the
 default model itself: slower, but with caches that the weights have swept, as in earnest. Prints the median of every
 part in microseconds, at batch 1 and 8, plain and with the suffix drafter; `overhead` is the step without forward, and
-`argmax` what it takes to read the logits of the nodes walked through. Then the median overhead in windows over many
+`argmax` what numpy takes to read the logits of the nodes walked through. Then the median overhead in windows over many
 steps, of one long answer and of many short ones: it must not grow.
 
 With the stand-in every run is the same step by step; each is done --repeats times, and of each step and part the least
@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 
 import forerun.engine.engine as engine_module
+import forerun.verification.walk as walk_module
 from forerun.config import DEFAULT_MODEL, BatchingConfig, EngineConfig
 from forerun.control.fixed import FixedController
 from forerun.drafting.base import DraftLimit
@@ -40,7 +41,6 @@ from forerun.kernels.kv_store import KVStore
 from forerun.models.loader import LoadedModel, load_model
 from forerun.models.tokenizer import Tokenizer
 from forerun.verification.sampling import SamplingParams
-from forerun.verification.walk import LogitRows
 
 PARTS = ("plan", "propose", "place", "assemble", "prepare", "argmax", "verify", "commit", "report", "rest")
 SHORT = 128  # tokens of a short answer
@@ -164,7 +164,7 @@ def measure(engine: Engine, script: list[int], *, batch: int, answer: int, steps
         watch.watch(engine.decoder, "forward", "forward"),
         watch.watch(engine.decoder.kernels, "prepare", "prepare"),
         watch.watch(engine, "_verify", "verify"),
-        watch.watch(LogitRows, "argmax", "argmax"),
+        watch.watch(walk_module, "checked_best", "argmax"),
         watch.watch(engine, "_commit", "commit"),
         watch.watch(engine, "_report", "report"),
     ]

@@ -15,7 +15,6 @@ from forerun.verification.sampling import SamplingParams
 pytestmark = pytest.mark.skipif(native_rows() is None, reason="no native kernels on this machine")
 
 SIZES = st.sampled_from([1, 2, 7, 8, 31, 32, 33, 100, 511, 512, 513, 1000, 5000])
-SPECIAL = [np.inf, -np.inf, np.nan, 0.0, -0.0, 1e-45, 3e38, -3e38]
 
 
 def rounded(seed: int, size: int, steps: float) -> np.ndarray:
@@ -32,31 +31,6 @@ def numpy_alone(monkeypatch):
             monkeypatch.setattr(module, "native_rows", lambda: None)
 
     return switch
-
-
-@given(SIZES, st.integers(0, 10**6), st.sampled_from([0.5, 4.0, 1000.0]), st.data())
-@settings(max_examples=1000, deadline=None)
-def test_argmax_is_the_lowest_id_of_the_highest_or_the_first_nan(size, seed, steps, data):
-    row = rounded(seed, size, steps)
-    for value in data.draw(st.lists(st.sampled_from(SPECIAL), max_size=4)):
-        row[data.draw(st.integers(0, size - 1))] = value
-    assert native_rows().argmax(row) == row.argmax()
-    rows = np.stack([np.zeros_like(row), row, -row])
-    argmax = native_rows().argmax_of(rows)
-    assert [argmax(index) for index in range(3)] == rows.argmax(axis=1).tolist()
-
-
-@pytest.mark.parametrize("value", [-np.inf, np.inf, np.nan, 0.0, -0.0])
-def test_argmax_of_a_row_of_one_value_is_its_first_id(value):
-    for size in (1, 40, 1025):
-        assert native_rows().argmax(np.full(size, value, np.float32)) == 0
-
-
-def test_a_row_that_is_not_there_is_not_looked_at():
-    argmax = native_rows().argmax_of(np.zeros((3, 8), np.float32))
-    for index in (-1, 3):
-        with pytest.raises(IndexError):
-            argmax(index)
 
 
 @given(SIZES, st.integers(0, 10**6), st.sampled_from([0.0, 1.0, 1000.0]), st.integers(1, 300), st.booleans())

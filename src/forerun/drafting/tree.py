@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,14 @@ class DraftTree:
         for parent in self.parents:
             depths.append(1 if parent < 0 else depths[parent] + 1)
         return depths
+
+    @cached_property
+    def links(self) -> dict[tuple[int, int], int]:
+        """From a node (-1 = the root) and a token to the child that holds it; the first of several. Not to be changed."""
+        links: dict[tuple[int, int], int] = {}
+        for node, link in enumerate(zip(self.parents, self.tokens, strict=True)):
+            links.setdefault(link, node)
+        return links
 
     def children(self) -> list[list[int]]:
         """For the root (index 0) and each node i (index i + 1) the indices of its child nodes."""

@@ -14,7 +14,6 @@ from forerun.kernels.native_rows import native_rows
 from forerun.verification.filters import (
     SMALLEST_FLOAT32_TEMPERATURE,
     Logits,
-    argmax,
     at_least,
     largest,
     ranked,
@@ -167,7 +166,7 @@ def propose(logits: Logits, params: SamplingParams, seed: int, position: int, wi
 
 def checked_best(logits: Logits) -> int:
     """Id of the highest logit, the lowest id among equals. Raises EngineError unless that logit is finite."""
-    top = argmax(logits)  # which is the first NaN, if there is one
+    top = int(logits.argmax())  # which is the first NaN, if there is one
     check_highest(logits.item(top), top)
     return top
 

@@ -3,8 +3,6 @@
 Every filter keeps a definite set of tokens: where equals stand at its edge, the lower ids are kept.
 """
 
-from collections.abc import Callable
-
 import numpy as np
 from numpy.typing import NDArray
 
@@ -16,18 +14,6 @@ Logits = NDArray[np.float32]
 
 SMALLEST_FLOAT32_TEMPERATURE = 1e-30
 _LOWEST = float(np.finfo(np.float32).min)
-
-
-def argmax(values: Logits) -> int:
-    """Id of the highest value, the lowest id among equals; of the first NaN, if there is one."""
-    native = native_rows()
-    return native.argmax(values) if native and native.takes(values) else int(values.argmax())
-
-
-def argmax_of(rows: Logits) -> Callable[[int], int]:
-    """A function that gives `argmax(rows[index])`, and looks at nothing but that row. rows: float32 [any, vocabulary]."""
-    native = native_rows()
-    return native.argmax_of(rows) if native and native.takes(rows) else lambda index: int(rows[index].argmax())
 
 
 def at_least(values: Logits, threshold: float) -> Ids:
@@ -44,7 +30,7 @@ def largest(values: Logits, count: int) -> Ids:
     if count >= size:
         return np.arange(size)
     if count == 1:
-        return np.array([argmax(values)])
+        return np.array([values.argmax()])
     native = native_rows()
     if native and native.takes(values):
         # As many values as there are blocks whose highest reaches an edge reach it too: few others need be looked at.

@@ -4,13 +4,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from forerun.drafting.tree import DraftTree
 from forerun.errors import EngineError
-from forerun.verification.choice import SamplingState, check_highest, choose
-from forerun.verification.filters import argmax_of
+from forerun.verification.choice import SamplingState, check_highest, checked_best, choose
 from forerun.verification.logprobs import TokenLogprob, token_logprob
 
 TARGET = "target"
@@ -24,19 +24,18 @@ class LogitRows:
         """logits: float32 [nodes + 1, vocabulary] on any device; row 0 is the root, row i + 1 is node i of the tree."""
         if logits.dim() != 2:
             raise EngineError(f"logits have shape {tuple(logits.shape)}; verification needs [nodes + 1, vocabulary]")
-        self._logits = logits.detach().float()
-        self._host = self._logits.numpy() if self._logits.device.type == "cpu" else None
-        self._argmax = None if self._host is None else argmax_of(self._host)
+        self._logits = logits if logits.dtype is torch.float32 and not logits.requires_grad else logits.detach().float()
+        self._host = self._logits.numpy() if logits.is_cpu else None
         self._best: tuple[list[int], list[float]] | None = None
-        self._first, self._size = 0, int(logits.shape[0])
+        self._size = len(logits)
 
     def part(self, start: int, end: int) -> "LogitRows":
         """Rows start ... end - 1. In host memory that takes a tenth of what torch needs to cut a tensor."""
         if self._host is None:
             return LogitRows(self._logits[start:end])
         part = LogitRows.__new__(LogitRows)
-        part.__dict__.update(self.__dict__)
-        part._first, part._size = self._first + start, end - start
+        part._logits, part._best = self._logits, None  # which are not looked at where there is a host copy
+        part._host, part._size = self._host[start:end], end - start
         return part
 
     def __len__(self) -> int:
@@ -45,9 +44,7 @@ class LogitRows:
 
     def row(self, index: int) -> NDArray[np.float32]:
         """Logits of one row: float32 [vocabulary], in host memory; not to be written to."""
-        row: NDArray[np.float32] = (
-            self._logits[index].cpu().numpy() if self._host is None else self._host[self._first + index]
-        )
+        row: NDArray[np.float32] = self._logits[index].cpu().numpy() if self._host is None else self._host[index]
         return row
 
     def argmax(self, index: int) -> int:
@@ -55,13 +52,11 @@ class LogitRows:
 
         Raises EngineError when the row holds NaN or nothing finite to choose.
         """
-        if self._host is not None and self._argmax is not None:
-            index += self._first
-            token = self._argmax(index)  # a visited row costs microseconds here, and the others nothing
-            check_highest(self._host.item(index, token), token)
-            return token
-        if self._best is None:
-            # One call and one transfer for the whole tree: on a device these cost more than the work.
+        if self._host is not None:  # a visited row costs microseconds here, and the others nothing
+            return checked_best(self._host[index])
+        if (
+            self._best is None
+        ):  # one call and one transfer for the whole tree: on a device these cost more than the work
             values, indices = self._logits.max(dim=1)  # propagates NaN; the first index among equals
             self._best = indices.tolist(), values.tolist()
         token = self._best[0][index]
@@ -132,9 +127,7 @@ def verify(
         raise EngineError(
             f"{len(logits)} rows of logits for a draft tree of {len(tree)} nodes; there must be {len(tree) + 1}"
         )
-    children: dict[tuple[int, int], int] = {}
-    for node, (parent, token) in enumerate(zip(tree.parents, tree.tokens, strict=True)):
-        children.setdefault((parent, token), node)
+    children = tree.links
     path: list[int] = []
     logprobs: list[TokenLogprob] | None = None if state.params.logprobs is None else []
     node, bonus = -1, None

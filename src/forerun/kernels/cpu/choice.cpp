@@ -11,33 +11,17 @@ namespace forerun {
 
 namespace {
 
-constexpr int64_t LANES = 8, BLOCK = 512;
+constexpr int64_t LANES = 8;
 
-// The greatest of values that are not NaN (-inf if there are none), and whether there is a NaN.
-struct Greatest {
-    float value;
-    bool nan;
-};
-
-inline Greatest greatest(const float* from, int64_t size) {
-    const __m256 lowest = _mm256_set1_ps(-INFINITY);
-    __m256 high[4] = {lowest, lowest, lowest, lowest}, unordered = _mm256_setzero_ps();
+// The greatest of `size` values that are not NaN; -inf if there are none.
+inline float greatest(const float* from, int64_t size) {
+    __m256 high = _mm256_set1_ps(-INFINITY);
     int64_t i = 0;
-    for (; i + 4 * LANES <= size; i += 4 * LANES)
-        for (int part = 0; part < 4; part += 2) {
-            __m256 one = _mm256_loadu_ps(from + i + part * LANES), two = _mm256_loadu_ps(from + i + (part + 1) * LANES);
-            unordered = _mm256_or_ps(unordered, _mm256_cmp_ps(one, two, _CMP_UNORD_Q));
-            high[part] = _mm256_max_ps(one, high[part]);  // of a NaN and a number: the second
-            high[part + 1] = _mm256_max_ps(two, high[part + 1]);
-        }
-    float lanes[LANES];
-    _mm256_storeu_ps(lanes, _mm256_max_ps(_mm256_max_ps(high[0], high[1]), _mm256_max_ps(high[2], high[3])));
-    Greatest found{-INFINITY, _mm256_movemask_ps(unordered) != 0};
-    for (float lane : lanes) found.value = lane > found.value ? lane : found.value;
-    for (; i < size; ++i) {
-        found.nan |= std::isnan(from[i]);
-        found.value = from[i] > found.value ? from[i] : found.value;
-    }
+    for (; i + LANES <= size; i += LANES) high = _mm256_max_ps(_mm256_loadu_ps(from + i), high);  // of NaN and high: high
+    float lanes[LANES], found = -INFINITY;
+    _mm256_storeu_ps(lanes, high);
+    for (float lane : lanes) found = lane > found ? lane : found;
+    for (; i < size; ++i) found = from[i] > found ? from[i] : found;
     return found;
 }
 
@@ -66,27 +50,9 @@ inline __m256 as_floats(__m256i numbers) {
 
 }  // namespace
 
-int64_t argmax(const float* row, int64_t size) {
-    float best = -INFINITY;
-    int64_t block = 0;
-    for (int64_t start = 0; start < size; start += BLOCK) {
-        int64_t length = size - start < BLOCK ? size - start : BLOCK;
-        Greatest found = greatest(row + start, length);
-        if (found.nan) {
-            int64_t place = start;
-            while (!std::isnan(row[place])) ++place;
-            return place;
-        }
-        if (found.value > best) best = found.value, block = start;
-    }
-    int64_t place = block;
-    while (row[place] != best) ++place;
-    return place;
-}
-
 void block_maxima(const float* row, int64_t size, float* maxima) {
     for (int64_t start = 0; start < size; start += MAXIMA_BLOCK)
-        *maxima++ = greatest(row + start, size - start < MAXIMA_BLOCK ? size - start : MAXIMA_BLOCK).value;
+        *maxima++ = greatest(row + start, size - start < MAXIMA_BLOCK ? size - start : MAXIMA_BLOCK);
 }
 
 int64_t at_least(const float* row, int64_t size, float threshold, int64_t* places, int64_t room) {

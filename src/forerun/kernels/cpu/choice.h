@@ -6,9 +6,6 @@
 
 namespace forerun {
 
-// The highest value's place, the first among equals; the first NaN counts as highest.
-int64_t argmax(const float* row, int64_t size);
-
 // Places of the values >= threshold, ascending, to `places`; their number, which may exceed `room`: then the first ones.
 int64_t at_least(const float* row, int64_t size, float threshold, int64_t* places, int64_t room);
 

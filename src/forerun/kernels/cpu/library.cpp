@@ -173,10 +173,6 @@ __attribute__((visibility("default"))) int64_t forerun_read(void* self, const vo
 }
 
 // The passes over a row of logits, and the moves of slots: see choice.h. They need no context and no threads.
-__attribute__((visibility("default"))) int64_t forerun_argmax(const float* row, int64_t size) {
-    return argmax(row, size);
-}
-
 __attribute__((visibility("default"))) void forerun_block_maxima(const float* row, int64_t size, float* maxima) {
     block_maxima(row, size, maxima);
 }

@@ -4,7 +4,6 @@ Every method gives the bits that numpy gives. An array that the native code cann
 `takes` tells.
 """
 
-from collections.abc import Callable
 from ctypes import byref
 from typing import Any
 
@@ -35,28 +34,10 @@ class RowPasses:
         """Whether this is an array that these passes can read: float32, not empty, each row in one piece."""
         return rows.dtype == np.float32 and rows.size > 0 and rows.strides[-1] == rows.itemsize
 
-    def argmax(self, row: Row) -> int:
-        """Place of the highest number of a row, the first among equals; of the first NaN, if there is one."""
-        place: int = self._library.forerun_argmax(row.ctypes.data, len(row))
-        return place
-
-    def argmax_of(self, rows: Row) -> Callable[[int], int]:
-        """A function that gives `argmax(rows[index])`. rows: [any number, size]; its address is looked up only once."""
-        count, size = rows.shape
-        first, stride, argmax = rows.ctypes.data, rows.strides[0], self._library.forerun_argmax
-
-        def of(index: int) -> int:
-            if not 0 <= index < count:
-                raise IndexError(f"row {index} of {count}")
-            place: int = argmax(first + index * stride, size)
-            return place
-
-        return of
-
     def block_maxima(self, row: Row) -> Row:
         """The highest of every MAXIMA_BLOCK numbers (of fewer at the end), without NaN."""
         maxima = np.empty(-(-len(row) // MAXIMA_BLOCK), np.float32)
-        self._library.forerun_block_maxima(row.ctypes.data, len(row), maxima.ctypes.data)
+        self._library.forerun_block_maxima(binding.address(row), len(row), binding.address(maxima))
         return maxima
 
     def at_least(self, row: Row, threshold: float) -> IntArray:
@@ -64,7 +45,7 @@ class RowPasses:
         room = min(len(row), _FEW)
         while True:
             places = np.empty(room, np.int64)
-            found = self._library.forerun_at_least(row.ctypes.data, len(row), threshold, places.ctypes.data, room)
+            found = self._library.forerun_at_least(binding.address(row), len(row), threshold, binding.address(places), room)
             if found <= room:
                 return places[:found]
             room = found
@@ -76,7 +57,7 @@ class RowPasses:
         """
         ceilings, terms = np.empty(len(row), np.float32), binding.HashArgument(*noise)
         self._library.forerun_score_ceilings(
-            row.ctypes.data, len(row), best, temperature, byref(terms), ceilings.ctypes.data
+            binding.address(row), len(row), best, temperature, byref(terms), binding.address(ceilings)
         )
         return ceilings
 
@@ -95,7 +76,7 @@ class RowPasses:
             )
         layer_bytes = store.stride(0) * store.itemsize
         moves = binding.MovesArgument(
-            sources.ctypes.data, targets.ctypes.data, len(sources), layers, layer_bytes, store.stride(1) * store.itemsize
+            binding.address(sources), binding.address(targets), len(sources), layers, layer_bytes, store.stride(1) * store.itemsize
         )
         if self._library.forerun_move_slots(store.data_ptr(), byref(moves)):
             raise EngineError("no memory to move slots of the cache; lower the tokens per step")
