@@ -43,7 +43,11 @@ class DraftTree:
         return DraftTree(self.tokens[:nodes], self.parents[:nodes], self.scores[:nodes], self.source[:nodes])
 
     def depths(self) -> list[int]:
-        """Depth of each node: 1 for a child of the root."""
+        """Depth of each node: 1 for a child of the root. Not to be changed."""
+        return self._depths
+
+    @cached_property
+    def _depths(self) -> list[int]:
         depths: list[int] = []
         for parent in self.parents:
             depths.append(1 if parent < 0 else depths[parent] + 1)

@@ -203,9 +203,7 @@ def _race(
     return ids[order], sums[order]
 
 
-def _sums(
-    logits: Logits, ids: Ids, best: float, temperature: float, seed: int, position: int
-) -> NDArray[np.float64]:
+def _sums(logits: Logits, ids: Ids, best: float, temperature: float, seed: int, position: int) -> NDArray[np.float64]:
     """Score + noise of some tokens."""
     return scores(logits[ids], best, temperature) + gumbel(seed, position, ids)
 

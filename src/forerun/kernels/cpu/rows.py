@@ -45,7 +45,9 @@ class RowPasses:
         room = min(len(row), _FEW)
         while True:
             places = np.empty(room, np.int64)
-            found = self._library.forerun_at_least(binding.address(row), len(row), threshold, binding.address(places), room)
+            found = self._library.forerun_at_least(
+                binding.address(row), len(row), threshold, binding.address(places), room
+            )
             if found <= room:
                 return places[:found]
             room = found
@@ -76,7 +78,12 @@ class RowPasses:
             )
         layer_bytes = store.stride(0) * store.itemsize
         moves = binding.MovesArgument(
-            binding.address(sources), binding.address(targets), len(sources), layers, layer_bytes, store.stride(1) * store.itemsize
+            binding.address(sources),
+            binding.address(targets),
+            len(sources),
+            layers,
+            layer_bytes,
+            store.stride(1) * store.itemsize,
         )
         if self._library.forerun_move_slots(store.data_ptr(), byref(moves)):
             raise EngineError("no memory to move slots of the cache; lower the tokens per step")
