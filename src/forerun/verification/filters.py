@@ -98,7 +98,8 @@ def _likely(logits: Logits, best: float, params: SamplingParams) -> Ids:
     # What lies below this by more than any rounding is left out before.
     rough = max(best + reach - 1e-6 * (abs(best) - reach), _LOWEST)
     ids = at_least(logits, rough)
-    return ids[scores(logits[ids], best, params.temperature) >= edge]
+    kept: Ids = ids[scores(logits[ids], best, params.temperature) >= edge]
+    return kept
 
 
 def _nucleus_size(logits: Logits, best: float, params: SamplingParams) -> int:
