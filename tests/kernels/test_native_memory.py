@@ -1,6 +1,6 @@
 """The native code under address and undefined-behaviour sanitizers, and the instruction sets that this machine lacks.
 
-A build of its own in which AVX2 stands in for AVX-512 and AMX, so that all of the code runs on any machine with AVX2.
+The latter in a build of their own, in which AVX2 stands in for AVX-512 and AMX.
 """
 
 import os
@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from forerun.kernels.cpu import binding
-from forerun.kernels.cpu.build import SANITIZED, BuildError, build, compiler
+from forerun.kernels.cpu.build import EMULATED, SANITIZED, BuildError, build, compiler
 
 ROOT = Path(__file__).parents[2]
 PATHS = f"{ROOT}{os.pathsep}{ROOT / 'src'}"  # the tests, and the Python that belongs to the sources built here
@@ -43,6 +43,17 @@ def sanitized(tmp_path_factory):
     }
 
 
+@pytest.fixture(scope="module")
+def emulated(tmp_path_factory):
+    """Environment of a process whose library has every instruction set."""
+    library = tmp_path_factory.mktemp("emulated") / "libforerun_cpu.so"
+    try:
+        build(library, EMULATED)
+    except BuildError as error:
+        pytest.skip(str(error))
+    return os.environ | {"FORERUN_CPU_LIBRARY": str(library), "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+
+
 def run(environment, *command):
     done = subprocess.run(
         [sys.executable, *command], env=environment, cwd=ROOT, capture_output=True, text=True, check=False
@@ -51,9 +62,18 @@ def run(environment, *command):
     return done.stdout
 
 
-def test_odd_shapes_under_sanitizers_on_every_instruction_set(sanitized):
-    told = run(sanitized, "-m", "tests.kernels.fuzz_native", "--cases", "40")
-    assert told.split("\n")[:-1] == [f"{isa}: 40 cases" for isa in ("avx2", "avx512", "amx")]
+def test_odd_shapes_under_sanitizers(sanitized):
+    assert run(sanitized, "-m", "tests.kernels.fuzz_native", "--cases", "80") == "avx2: 80 cases\n"
+
+
+def test_odd_shapes_on_every_instruction_set(emulated):
+    told = run(emulated, "-m", "tests.kernels.fuzz_native", "--cases", "60")
+    assert told.split("\n")[:-1] == [f"{isa}: 60 cases" for isa in ("avx2", "avx512", "amx")]
+
+
+def test_quantised_products_and_programs_on_every_instruction_set(emulated):
+    told = run(emulated, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/kernels/test_quantized.py", "-k", "bits")
+    assert "passed" in told
 
 
 def test_a_read_past_the_end_would_be_noticed(sanitized):

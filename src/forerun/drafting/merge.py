@@ -5,7 +5,7 @@ Here a drafter's output meets the limits, whatever it was. Nothing here guesses 
 
 from collections.abc import Sequence
 from heapq import heappop, heappush
-from operator import index
+from operator import ge, index
 
 from forerun.drafting.tree import EMPTY_TREE, DraftTree
 
@@ -58,28 +58,20 @@ def select_nodes(trees: Sequence[DraftTree], budget: int) -> list[DraftTree]:
 
 def _is_clean(tree: DraftTree, nodes: int, width: int, depth: int, vocab_size: int) -> bool:
     """Whether merging this tree alone would give this tree: the usual case, told in a few microseconds."""
-    if len(tree) > nodes:
-        return False
-    seen: set[tuple[int, int]] = set()
-    depths: list[int] = []
-    children = [0] * (len(tree) + 1)
-    previous = 1.0
-    for token, parent, score in zip(tree.tokens, tree.parents, tree.scores, strict=True):
-        level = 1 if parent < 0 else depths[parent] + 1
-        children[parent + 1] += 1
-        seen.add((parent, token))
-        if not (
-            type(token) is int
-            and type(score) is float
-            and 0 <= token < vocab_size
-            and SMALLEST_SCORE <= score <= previous
-            and level <= depth
-            and children[parent + 1] <= width
-        ):
-            return False
-        depths.append(level)
-        previous = score
-    return len(seen) == len(tree)
+    tokens, parents, scores = tree.tokens, tree.parents, tree.scores
+    return (
+        len(tree) <= nodes
+        and set(map(type, tokens)) == {int}
+        and set(map(type, scores)) == {float}
+        and min(tokens) >= 0
+        and max(tokens) < vocab_size
+        and scores[0] <= 1.0
+        and all(map(ge, scores, scores[1:]))
+        and scores[-1] >= SMALLEST_SCORE
+        and max(tree.depths()) <= depth
+        and max(map(parents.count, set(parents))) <= width
+        and len(tree.links) == len(tree)
+    )
 
 
 class _Union:

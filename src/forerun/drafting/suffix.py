@@ -33,12 +33,15 @@ _Match: TypeAlias = tuple[memoryview, int, int, float, bool]
 
 
 @dataclass(slots=True)
-class _Branch:
-    """A node of the last proposal (or its root): the class of the matches below it, and the children by token."""
+class _Proposal:
+    """A tree, to be compared with the truth later, and two things for its root (index 0) and each node i (index i + 1).
 
-    kind: int = 0
-    listed: float = 0.0
-    children: dict[int, "_Branch | None"] = field(default_factory=dict)
+    kinds: the class of the matches that led there. listed: the share of their votes that its children have.
+    """
+
+    tree: DraftTree
+    kinds: list[int]
+    listed: list[float]
 
 
 @dataclass(slots=True)
@@ -62,8 +65,8 @@ class _Voters:
             self.longest, self.own = length, mine
 
 
-_Guess: TypeAlias = tuple[float, int, int, int, int, float, _Branch, _Voters]
-"""Minus the score, a tie-breaker, parent, level, token, share of the votes, the parent's branch, voters."""
+_Guess: TypeAlias = tuple[float, int, int, int, int, float, _Voters]
+"""Minus the score, a tie-breaker, parent, level, token, share of the votes, voters."""
 
 
 @dataclass
@@ -75,7 +78,7 @@ class _Request:
     tenant: str
     statistics: MatchStatistics
     index: TokenIndex | None = None
-    proposal: _Branch | None = None
+    proposal: _Proposal | None = None
     proposed_at: int = 0
 
 
@@ -101,13 +104,18 @@ class SuffixDrafter:
     def observe(self, context: "DraftContext", verdict: "Verdict") -> None:
         """Compare the last proposal with the tokens committed since; whether it was verified does not matter."""
         request = self._request(context)
-        branch, request.proposal = request.proposal, None
-        for token in request.tokens[request.proposed_at :] if branch else ():
-            if branch is None:
+        proposal, request.proposal = request.proposal, None
+        if proposal is None:
+            return
+        links, node = proposal.tree.links, -1
+        for token in request.tokens[request.proposed_at :]:
+            if not (listed := proposal.listed[node + 1]):
                 break
-            if branch.children:
-                request.statistics.add(branch.kind, branch.listed, token in branch.children)
-            branch = branch.children.get(token)
+            child = links.get((node, token))
+            request.statistics.add(proposal.kinds[node + 1], listed, child is not None)
+            if child is None:
+                break
+            node = child
 
     def forget(self, request_id: int) -> None:
         """Drop the request's own state; its answer goes into the history."""
@@ -144,9 +152,9 @@ class SuffixDrafter:
         if not matches:
             request.proposal = None
             return EMPTY_TREE
-        tree, request.proposal = grow(matches, request.statistics, self.min_score, depth, limit.nodes, limit.width)
+        request.proposal = grow(matches, request.statistics, self.min_score, depth, limit.nodes, limit.width)
         request.proposed_at = len(request.tokens)
-        return tree
+        return request.proposal.tree
 
     def _matches(self, request: _Request) -> list[_Match]:
         index = self._indexed(request)
@@ -177,7 +185,7 @@ class SuffixDrafter:
 
 def grow(
     matches: Sequence[_Match], statistics: MatchStatistics, min_score: float, depth: int, nodes: int, width: int
-) -> tuple[DraftTree, _Branch | None]:
+) -> _Proposal:
     """The tree of the likeliest continuations of the matches, best first, and what to compare with the truth later.
 
     A node's score is its parent's, times the chance that the text goes on as at one of the matches that led here, times
@@ -186,47 +194,46 @@ def grow(
     tokens: list[int] = []
     parents: list[int] = []
     scores: list[float] = []
-    root = _Branch()
+    kinds, listed = [0], [0.0]
     heap: list[_Guess] = []
-    everyone = _Voters()
+    chances: dict[int, float] = {}  # as far as they were asked for
+    voters = _Voters()
     for match in matches:
-        everyone.add(match)
-    _guess(heap, everyone, statistics, root, -1, 0, 1.0, min_score, width)
-    while heap and len(tokens) < nodes:
-        negative, _, parent, level, token, share, above, voters = heappop(heap)
-        branch = above.children[token] = _Branch()
-        above.listed += share
+        voters.add(match)
+    node, level, score = -1, 0, 1.0
+    while True:
+        if level < depth:
+            kind = kinds[node + 1] = match_kind(voters.longest + level, own=voters.own, several=len(voters.matches) > 1)
+            if (chance := chances.get(kind)) is None:
+                chance = chances[kind] = statistics.chance(kind)
+            if score * chance >= min_score:
+                _guess(heap, voters, node, level, score * chance, min_score, width)
+        if not heap or len(tokens) == nodes:
+            break
+        negative, _, parent, level, token, share, voters = heappop(heap)
+        node, score = len(tokens), -negative
+        listed[parent + 1] += share
         tokens.append(token)
         parents.append(parent)
-        scores.append(-negative)
-        if level < depth:
-            _guess(heap, voters, statistics, branch, len(tokens) - 1, level, -negative, min_score, width)
-    if not tokens:
-        return EMPTY_TREE, None
-    return DraftTree(tokens, parents, scores, [NAME] * len(tokens)), root
+        scores.append(score)
+        kinds.append(0)
+        listed.append(0.0)
+    tree = DraftTree(tokens, parents, scores, [NAME] * len(tokens)) if tokens else EMPTY_TREE
+    return _Proposal(tree, kinds, listed)
 
 
 def _guess(
-    heap: list[_Guess],
-    voters: _Voters,
-    statistics: MatchStatistics,
-    branch: _Branch,
-    node: int,
-    level: int,
-    score: float,
-    min_score: float,
-    width: int,
+    heap: list[_Guess], voters: _Voters, node: int, level: int, score: float, min_score: float, width: int
 ) -> None:
-    """Put the likely children of a node on the heap: what the voters' text goes on with after `level` tokens."""
-    matches = voters.matches
-    branch.kind = match_kind(voters.longest + level, own=voters.own, several=len(matches) > 1)
-    score *= statistics.chance(branch.kind)
-    if score < min_score:
-        return
+    """Put the likely children of a node on the heap: what the voters' text goes on with after `level` tokens.
+
+    score: of all of them together.
+    """
+    matches, order = voters.matches, len(heap) + (node + 1) * 64
     following = {cells[cell + level] for cells, cell, _, _, _ in matches}
     if len(following) == 1:  # they all agree, as they mostly do
         if cell := following.pop():  # else their sequences ended here
-            heappush(heap, (-score, len(heap) + (node + 1) * 64, node, level + 1, cell - 1, 1.0, branch, voters))
+            heappush(heap, (-score, order, node, level + 1, cell - 1, 1.0, voters))
         return
     total = 0.0
     groups: dict[int, _Voters] = {}
@@ -243,4 +250,4 @@ def _guess(
         if score * share < min_score:
             break
         order = len(heap) + (node + 1) * 64
-        heappush(heap, (-score * share, order, node, level + 1, cell - 1, share, branch, groups[cell]))
+        heappush(heap, (-score * share, order, node, level + 1, cell - 1, share, groups[cell]))

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 
 @dataclass(frozen=True)
@@ -42,11 +43,23 @@ class DraftTree:
         return DraftTree(self.tokens[:nodes], self.parents[:nodes], self.scores[:nodes], self.source[:nodes])
 
     def depths(self) -> list[int]:
-        """Depth of each node: 1 for a child of the root."""
+        """Depth of each node: 1 for a child of the root. Not to be changed."""
+        return self._depths
+
+    @cached_property
+    def _depths(self) -> list[int]:
         depths: list[int] = []
         for parent in self.parents:
             depths.append(1 if parent < 0 else depths[parent] + 1)
         return depths
+
+    @cached_property
+    def links(self) -> dict[tuple[int, int], int]:
+        """From a node (-1 = the root) and a token to the child that holds it, the first of several. Not to be written to."""
+        links: dict[tuple[int, int], int] = {}
+        for node, link in enumerate(zip(self.parents, self.tokens, strict=True)):
+            links.setdefault(link, node)
+        return links
 
     def children(self) -> list[list[int]]:
         """For the root (index 0) and each node i (index i + 1) the indices of its child nodes."""

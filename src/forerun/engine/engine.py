@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral
 
-import torch
+import numpy as np
 from torch import Tensor
 
 from forerun.cache import PagePool, SequenceSlots
@@ -22,6 +22,7 @@ from forerun.engine.scheduler import Scheduler, Work, owned_pages
 from forerun.engine.speculation import Speculation
 from forerun.engine.text import AnswerText
 from forerun.errors import InvalidRequestError
+from forerun.kernels.batch import IntArray
 from forerun.models.decoder import Decoder
 from forerun.models.tokenizer import Tokenizer
 from forerun.verification.choice import SamplingState
@@ -224,7 +225,7 @@ class Engine:
 
     def _commit(self, parts: Sequence[StepWork], verdicts: Sequence[Verdict | None]) -> None:
         """Keep the keys and values of accepted paths at their positions; give every other slot of the step back."""
-        sources, targets = [], []
+        moves: list[tuple[IntArray, IntArray]] = []
         committed: list[Request] = []
         for part, verdict in zip(parts, verdicts, strict=True):
             request = part.work.request
@@ -237,11 +238,10 @@ class Engine:
                 request.slots.commit(computed)
                 continue
             source, target = request.slots.commit(computed + len(path), part.tree_slots[list(path)])
-            sources += source.tolist()
-            targets += target.tolist()
-        if sources:
-            device = self._store.keys.device
-            self._store.move(torch.tensor(sources, device=device), torch.tensor(targets, device=device))
+            if len(source):
+                moves.append((source, target))
+        if moves:
+            self._store.move(*(np.concatenate(slots) for slots in zip(*moves, strict=True)))
         for request in committed:
             request.slots.keep_prefix(request.tokens)
 

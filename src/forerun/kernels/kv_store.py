@@ -6,6 +6,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from forerun.kernels.batch import IntArray
+from forerun.kernels.native_rows import native_rows
+
 
 @dataclass(frozen=True)
 class KVStore:
@@ -31,10 +34,16 @@ class KVStore:
         """Usable slots (the scratch slot is not counted)."""
         return self.keys.shape[1] - 1
 
-    def move(self, source: Tensor, destination: Tensor) -> None:
+    def move(self, source: IntArray, destination: IntArray) -> None:
         """Copy slots `source` onto slots `destination` in every layer; both int64 [n]. They may overlap."""
-        self.keys[:, destination] = self.keys[:, source]
-        self.values[:, destination] = self.values[:, source]
+        native = native_rows() if self.keys.is_cpu else None
+        for part in (self.keys, self.values):
+            if native:
+                native.move(part, source, destination)
+            else:
+                part[:, torch.from_numpy(destination).to(part.device)] = part[
+                    :, torch.from_numpy(source).to(part.device)
+                ]
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -10,8 +10,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from forerun.errors import EngineError
-from forerun.verification.filters import Logits, largest, ranked, rough_scores, scores, survivors
-from forerun.verification.noise import Ids, gumbel, gumbel_ceiling
+from forerun.kernels.native_rows import native_rows
+from forerun.verification.filters import (
+    SMALLEST_FLOAT32_TEMPERATURE,
+    Logits,
+    at_least,
+    largest,
+    ranked,
+    rough_scores,
+    scores,
+    survivors,
+)
+from forerun.verification.noise import Ids, ceiling_terms, gumbel, gumbel_ceiling
 from forerun.verification.sampling import SamplingParams
 
 DISAGREEMENT = 0.7
@@ -157,7 +167,7 @@ def propose(logits: Logits, params: SamplingParams, seed: int, position: int, wi
 def checked_best(logits: Logits) -> int:
     """Id of the highest logit, the lowest id among equals. Raises EngineError unless that logit is finite."""
     top = int(logits.argmax())  # which is the first NaN, if there is one
-    check_highest(float(logits[top]), top)
+    check_highest(logits.item(top), top)
     return top
 
 
@@ -185,28 +195,47 @@ def _race(
     """
     ids = survivors(logits, best, params)
     if len(logits if ids is None else ids) > _SMALL:
-        ids = _contenders(logits, ids, best, params.temperature, seed, position, count)
-    elif ids is None:
-        ids = np.arange(len(logits))
-    sums = scores(logits[ids], best, params.temperature) + gumbel(seed, position, ids)
+        ids, sums = _contenders(logits, ids, best, params.temperature, seed, position, count)
+    else:
+        ids = np.arange(len(logits)) if ids is None else ids
+        sums = _sums(logits, ids, best, params.temperature, seed, position)
     order = np.argsort(-sums, kind="stable")[:count] if count > 1 else np.array([sums.argmax()])
     return ids[order], sums[order]
 
 
+def _sums(logits: Logits, ids: Ids, best: float, temperature: float, seed: int, position: int) -> NDArray[np.float64]:
+    """Score + noise of some tokens."""
+    return scores(logits[ids], best, temperature) + gumbel(seed, position, ids)
+
+
 def _contenders(
     logits: Logits, ids: Ids | None, best: float, temperature: float, seed: int, position: int, count: int
-) -> Ids:
-    """Those of `ids` (None = all), ascending, that hold the `count` best by score + noise, and not many more."""
-    ceiling = gumbel_ceiling(seed, position, len(logits))
-    ceiling += rough_scores(logits, best, temperature)
+) -> tuple[Ids, NDArray[np.float64]]:
+    """Those of `ids` (None = all), ascending, that hold the `count` best by score + noise, and not many more.
+
+    Their sums too.
+    """
+    ceiling = _score_ceilings(logits, best, temperature, seed, position)
     if ids is not None:
         ceiling = ceiling[ids]
     places = largest(ceiling, count)
     front = places if ids is None else ids[places]
     # At least `count` tokens reach the least sum of these: a token whose ceiling lies below it is not among the best.
-    reached = (scores(logits[front], best, temperature) + gumbel(seed, position, front)).min()
-    places = np.flatnonzero(ceiling >= np.float32(reached) - _SLACK)
-    return places if ids is None else ids[places]
+    sums = _sums(logits, front, best, temperature, seed, position)
+    places = at_least(ceiling, float(np.float32(sums.min()) - _SLACK))
+    if len(places) == len(front):  # which are always among them
+        return front, sums
+    ids = places if ids is None else ids[places]
+    return ids, _sums(logits, ids, best, temperature, seed, position)
+
+
+def _score_ceilings(logits: Logits, best: float, temperature: float, seed: int, position: int) -> Logits:
+    """For every token a number that its score + noise exceeds by rounding alone: float32 [vocabulary]."""
+    native = native_rows()
+    if native and native.takes(logits):
+        floored = max(temperature, SMALLEST_FLOAT32_TEMPERATURE)
+        return native.score_ceilings(logits, best, floored, ceiling_terms(seed, position))
+    return gumbel_ceiling(seed, position, len(logits)) + rough_scores(logits, best, temperature)
 
 
 def _bias(params: SamplingParams) -> tuple[Ids, Logits] | None:

@@ -6,12 +6,22 @@ Every filter keeps a definite set of tokens: where equals stand at its edge, the
 import numpy as np
 from numpy.typing import NDArray
 
+from forerun.kernels.native_rows import native_rows
 from forerun.verification.noise import Ids
 from forerun.verification.sampling import SamplingParams
 
 Logits = NDArray[np.float32]
 
-_SMALLEST_FLOAT32_TEMPERATURE = 1e-30
+SMALLEST_FLOAT32_TEMPERATURE = 1e-30
+_LOWEST = float(np.finfo(np.float32).min)
+
+
+def at_least(values: Logits, threshold: float) -> Ids:
+    """Ids of the values that reach a threshold, which is rounded to float32; ascending."""
+    native = native_rows()
+    if native and native.takes(values):
+        return native.at_least(values, threshold)
+    return np.flatnonzero(values >= np.float32(threshold))
 
 
 def largest(values: Logits, count: int) -> Ids:
@@ -21,6 +31,20 @@ def largest(values: Logits, count: int) -> Ids:
         return np.arange(size)
     if count == 1:
         return np.array([values.argmax()])
+    native = native_rows()
+    if native and native.takes(values):
+        # As many values as there are blocks whose highest reaches an edge reach it too: few others need be looked at.
+        maxima = native.block_maxima(values)
+        if count < len(maxima):
+            candidates = native.at_least(values, float(np.partition(maxima, -count)[-count]))
+            return candidates[_largest(values[candidates], count)]
+    return _largest(values, count)
+
+
+def _largest(values: Logits, count: int) -> Ids:
+    size = len(values)
+    if count >= size:
+        return np.arange(size)
     edge = np.partition(values, size - count)[size - count]
     above = np.flatnonzero(values > edge)
     level = np.flatnonzero(values == edge)[: count - len(above)]
@@ -43,7 +67,7 @@ def scores(logits: Logits, best: float, temperature: float) -> NDArray[np.float6
 def rough_scores(logits: Logits, best: float, temperature: float) -> Logits:
     """The same in float32, good to a relative 2e-7, at a third of the cost."""
     with np.errstate(over="ignore"):
-        result: Logits = (logits - np.float32(best)) / np.float32(max(temperature, _SMALLEST_FLOAT32_TEMPERATURE))
+        result: Logits = (logits - np.float32(best)) / np.float32(max(temperature, SMALLEST_FLOAT32_TEMPERATURE))
     return result
 
 
@@ -62,9 +86,20 @@ def survivors(logits: Logits, best: float, params: SamplingParams) -> Ids | None
         ids = likely if ids is None else ids[likely]
     if params.min_p > 0.0:
         kept = logits if ids is None else logits[ids]
-        likely = np.flatnonzero(scores(kept, best, params.temperature) >= np.log(params.min_p))
+        likely = _likely(kept, best, params)
         ids = likely if ids is None else ids[likely]
     return ids
+
+
+def _likely(logits: Logits, best: float, params: SamplingParams) -> Ids:
+    """Ids of the tokens at least min_p times as likely as the likeliest, decided in double precision."""
+    edge = np.log(params.min_p)
+    reach = params.temperature * float(edge)
+    # What lies below this by more than any rounding is left out before.
+    rough = max(best + reach - 1e-6 * (abs(best) - reach), _LOWEST)
+    ids = at_least(logits, rough)
+    kept: Ids = ids[scores(logits[ids], best, params.temperature) >= edge]
+    return kept
 
 
 def _nucleus_size(logits: Logits, best: float, params: SamplingParams) -> int:
@@ -75,7 +110,7 @@ def _nucleus_size(logits: Logits, best: float, params: SamplingParams) -> int:
     size = len(logits)
     wanted = params.top_p * np.exp(rough_scores(logits, best, params.temperature)).sum(dtype=np.float64)
     for count in (256, 4096, size):  # most nuclei are small, and sorting everything is dear
-        head = np.sort(np.partition(logits, size - count)[size - count :] if count < size else logits)[::-1]
+        head = np.sort(logits[largest(logits, count)] if count < size else logits)[::-1]
         mass = np.cumsum(np.exp(rough_scores(head, best, params.temperature)), dtype=np.float64)
         if mass[-1] >= wanted:
             return int(np.searchsorted(mass, wanted)) + 1

@@ -20,6 +20,7 @@ _GOLDEN = 0x9E3779B97F4A7C15
 _FACTORS = 0x7FB5D329728EA185, 0x81DADEF4BC2DD44D
 _SHIFTS = 31, 27, 33
 _ROUNDS = tuple((np.uint64(shift), np.uint64(factor)) for shift, factor in zip(_SHIFTS[:2], _FACTORS, strict=True))
+_SLOPE, _OFFSET = -math.log(2) / 2**23, math.log(2) * (127 + 32)
 _LANES = 16
 _CHUNK = 16384
 
@@ -75,9 +76,17 @@ def gumbel_ceiling(seed: int, position: int, vocab_size: int) -> NDArray[np.floa
         part >>= np.uint64(32)
         complement = part.astype(np.uint32).astype(np.float32)  # c * 2**32, rounded down
         ceiling[start : start + _CHUNK] = complement.view(np.int32)
-    ceiling *= np.float32(-math.log(2) / 2**23)
-    ceiling += np.float32(math.log(2) * (127 + 32))
+    ceiling *= np.float32(_SLOPE)
+    ceiling += np.float32(_OFFSET)
     return ceiling
+
+
+def ceiling_terms(seed: int, position: int) -> tuple[int, int, tuple[int, int], tuple[int, int], float, float]:
+    """What `gumbel_ceiling` is computed from, for code that does it elsewhere.
+
+    The key, the step from id to id, two factors and the shifts before each; slope and offset of the logarithm.
+    """
+    return int(_key(seed, position)), _GOLDEN, _FACTORS, _SHIFTS[:2], _SLOPE, _OFFSET
 
 
 def _mix(value: int) -> int:

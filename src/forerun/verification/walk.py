@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -23,10 +24,10 @@ class LogitRows:
         """logits: float32 [nodes + 1, vocabulary] on any device; row 0 is the root, row i + 1 is node i of the tree."""
         if logits.dim() != 2:
             raise EngineError(f"logits have shape {tuple(logits.shape)}; verification needs [nodes + 1, vocabulary]")
-        self._logits = logits.detach().float()
-        self._host = self._logits.numpy() if self._logits.device.type == "cpu" else None
+        self._logits = logits if logits.dtype is torch.float32 and not logits.requires_grad else logits.detach().float()
+        self._host = self._logits.numpy() if logits.is_cpu else None
         self._best: tuple[list[int], list[float]] | None = None
-        self._size = int(logits.shape[0])
+        self._size = len(logits)
 
     def part(self, start: int, end: int) -> "LogitRows":
         """Rows start ... end - 1. In host memory that takes a tenth of what torch needs to cut a tensor."""
@@ -126,9 +127,7 @@ def verify(
         raise EngineError(
             f"{len(logits)} rows of logits for a draft tree of {len(tree)} nodes; there must be {len(tree) + 1}"
         )
-    children: dict[tuple[int, int], int] = {}
-    for node, (parent, token) in enumerate(zip(tree.parents, tree.tokens, strict=True)):
-        children.setdefault((parent, token), node)
+    children = tree.links
     path: list[int] = []
     logprobs: list[TokenLogprob] | None = None if state.params.logprobs is None else []
     node, bonus = -1, None

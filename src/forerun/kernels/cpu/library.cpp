@@ -7,6 +7,7 @@
 
 #include <atomic>
 
+#include "choice.h"
 #include "program.h"
 #include "work.h"
 
@@ -59,12 +60,19 @@ __attribute__((visibility("default"))) int forerun_supported() {
     bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                   __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
                   __builtin_cpu_supports("avx512vnni");
+#ifdef FORERUN_AVX2_ALONE
+    avx512 = false;
+#endif
     return (avx2 || EMULATED) + 2 * (avx512 || EMULATED) + 4 * (EMULATED || (avx512 && tiles_permitted()));
 }
 
 // isa: as in forerun_supported(). Null when memory or threads are short.
 __attribute__((visibility("default"))) void* forerun_create(int isa, int threads) {
+#ifdef FORERUN_AVX2_ALONE
+    const Operations* operations[] = {avx2_operations()};
+#else
     const Operations* operations[] = {avx2_operations(), avx512_operations(), amx_operations()};
+#endif
     try {
         return new Context(operations[isa], threads);
     } catch (...) {
@@ -173,6 +181,26 @@ __attribute__((visibility("default"))) int64_t forerun_read(void* self, const vo
     const uint64_t* words = (const uint64_t*)at;
     for (long i = count * 8; i < bytes / 8; ++i) total += words[i];
     return (int64_t)total.load();
+}
+
+// The passes over a row of logits, and the moves of slots: see choice.h. They need no context and no threads.
+__attribute__((visibility("default"))) void forerun_block_maxima(const float* row, int64_t size, float* maxima) {
+    block_maxima(row, size, maxima);
+}
+
+__attribute__((visibility("default"))) int64_t forerun_at_least(const float* row, int64_t size, float threshold,
+                                                                int64_t* places, int64_t room) {
+    return at_least(row, size, threshold, places, room);
+}
+
+__attribute__((visibility("default"))) void forerun_score_ceilings(const float* row, int64_t size, float best,
+                                                                   float temperature, const Hash* hash,
+                                                                   float* ceilings) {
+    score_ceilings(row, size, best, temperature, *hash, ceilings);
+}
+
+__attribute__((visibility("default"))) int forerun_move_slots(void* store, const Moves* moves) {
+    return move_slots((char*)store, *moves) ? 0 : 1;
 }
 
 }  // extern "C"

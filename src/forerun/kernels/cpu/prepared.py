@@ -12,7 +12,7 @@ from torch import Tensor
 from forerun.errors import EngineError
 from forerun.kernels.base import AttentionSpec
 from forerun.kernels.batch import AttentionPath, IntArray, TokenBatch
-from forerun.kernels.cpu.binding import floats, integers, is_bf16
+from forerun.kernels.cpu.binding import address, floats, integers, is_bf16
 from forerun.kernels.kv_store import KVStore
 from forerun.kernels.reference import ReferenceKernels
 
@@ -103,7 +103,7 @@ class PreparedBatch:
     @cached_property
     def at(self) -> Addresses:
         """Where the arrays lie."""
-        first, size = self.numbers.ctypes.data, self.numbers.itemsize
+        first, size = address(self.numbers), self.numbers.itemsize
         rows, wanted, groups = size * self.rows, size * len(self.logit_rows), size * len(self.groups)
         return Addresses(*accumulate((rows, rows, wanted, rows, rows, groups), initial=first))
 
@@ -140,7 +140,7 @@ def prepare(batch: TokenBatch, store: KVStore, rotary: Sequence[tuple[Tensor, Te
     groups, shared = _groups(ordered)
     paths: list[int] = []
     for path, own in zip(ordered, held, strict=True):
-        paths += own.ctypes.data, len(own), shared[path.group]
+        paths += address(own), len(own), shared[path.group]
     path_of = [number for number, own in enumerate(row_lists) for _ in own]
     numbers = np.concatenate([positions, slots, logit_rows, np.array([*order, *path_of, *groups, *paths], np.int64)])
     wanted = 2 * rows + len(logit_rows)

@@ -24,6 +24,7 @@ from forerun.kernels.cpu.binding import (
     ProgramArgument,
     RotaryTableArgument,
     StepArgument,
+    address,
     integers,
     library,
 )
@@ -200,7 +201,7 @@ class Program:
         wanted = len(prepared.logit_rows)
         logits = torch.empty(wanted, self._vocabulary)
         step = StepArgument(
-            *(token_ids.ctypes.data, at.positions, at.slots, at.logit_rows, at.order, at.path_of, at.groups, at.paths),
+            *(address(token_ids), at.positions, at.slots, at.logit_rows, at.order, at.path_of, at.groups, at.paths),
             *(prepared.rows, wanted, len(prepared.groups) - 1),
             *(layout.keys, layout.values, layout.layer_bytes, self._rotary(prepared.rotary)),
             *(logits.data_ptr(), layout.bf16),
