@@ -1,0 +1,78 @@
+"""The memory of keys and values: what int8 keeps of a vector, and memory that is taken when it is written to."""
+
+import resource
+
+import pytest
+import torch
+
+from forerun.kernels import kv_store
+from forerun.kernels.kv_store import KVStore, encode
+
+CPU = torch.device("cpu")
+
+
+def randn(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def test_a_code_is_the_nearest_of_255_steps_and_the_greatest_number_is_127():
+    x = randn(200, 3, 24)
+    codes, scales = encode(x)
+    assert (codes.abs().amax(-1) == 127).all()
+    error = (codes.float() * scales[..., None] - x).abs()
+    assert (error <= 0.5001 * scales[..., None]).all()
+    assert (scales > 0).all()
+
+
+def test_halves_are_rounded_to_even():
+    codes, scales = encode(torch.tensor([[127.0, 0.5, 1.5, 2.5, -0.5, -1.5]]))
+    assert (codes.tolist(), scales.tolist()) == ([[127, 0, 2, 2, 0, -2]], [1.0])
+
+
+@pytest.mark.parametrize("tiny", [0.0, 1e-45, 1e-37])
+def test_a_vector_of_nothing_has_the_scale_0(tiny):
+    codes, scales = encode(torch.full((2, 8), tiny))
+    assert not codes.any()
+    assert not scales.any()
+
+
+def test_what_is_not_finite_is_nothing_and_the_largest_numbers_stay_finite():
+    largest = torch.finfo(torch.float32).max
+    codes, scales = encode(torch.tensor([[torch.nan, torch.inf, -torch.inf, 2.0], [largest, -largest, 1.0, 0.0]]))
+    assert codes.tolist() == [[0, 0, 0, 127], [127, -127, 0, 0]]
+    assert (codes.float() * scales[:, None]).isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
+def test_moving_slots_moves_all_that_belongs_to_them(dtype):
+    store = KVStore.allocate(2, 10, 3, 8, dtype, CPU)
+    for layer in range(2):
+        store.write(layer, torch.arange(10), randn(10, 3, 8, seed=layer), randn(10, 3, 8, seed=2 + layer))
+    every = torch.arange(10)
+    before = [(store.read_keys(layer, every), store.read_values(layer, every)) for layer in range(2)]
+    store.move(torch.tensor([5, 6, 9]), torch.tensor([4, 5, 0]))
+    every[[4, 5, 0]] = torch.tensor([5, 6, 9])
+    for layer, (keys, values) in enumerate(before):
+        assert torch.equal(store.read_keys(layer, torch.arange(10)), keys[every])
+        assert torch.equal(store.read_values(layer, torch.arange(10)), values[every])
+
+
+@pytest.mark.skipif(not hasattr(kv_store.mmap, "MADV_HUGEPAGE"), reason="no huge pages on this system")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int8])
+def test_a_large_cache_lies_on_huge_pages_and_takes_memory_once_it_is_written_to(dtype):
+    layers, slots = 4, 1 << 20
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    store = KVStore.allocate(layers, slots, 2, 64, dtype, CPU)
+    assert store.nbytes > 1 << 30
+    assert store.keys.data_ptr() % kv_store.HUGE_PAGE == store.values.data_ptr() % kv_store.HUGE_PAGE == 0
+    for layer in range(layers):
+        store.write(layer, torch.tensor([0, slots]), randn(2, 2, 64), randn(2, 2, 64))
+    assert not store.keys[:, 1].any()
+    assert not store.keys[:, -2].any()
+    taken = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024
+    assert taken < 40 * layers * kv_store.HUGE_PAGE
+
+
+def test_a_small_cache_does_not_ask_for_huge_pages(monkeypatch):
+    monkeypatch.setattr(kv_store, "_huge_pages", lambda size: pytest.fail(f"asked for {size} bytes"))
+    KVStore.allocate(30, 4096, 3, 64, torch.bfloat16, CPU)
