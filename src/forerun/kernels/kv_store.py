@@ -4,8 +4,6 @@ Int8 keys and values are codes with a float32 scale for each vector of a slot an
 a vector x with m = max|x| the scale is m / 127 and a code is x * (127 / m), rounded half to even, all in float32.
 """
 
-import ctypes
-import mmap
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -15,10 +13,6 @@ from torch import Tensor
 
 SMALLEST = 2.0**-120  # a vector with no magnitude from here on is one of zeros: 127 / m stays finite
 LARGEST_SCALE = 2.0**121  # so does 127 * scale
-
-HUGE_PAGE = 2 << 20
-# A page is committed whole, in every layer. Of a cache with so many for a layer's keys that is an eighth at most.
-LEAST_HUGE_PAGES = 8
 
 
 @dataclass(frozen=True)
@@ -112,16 +106,6 @@ def _numbers(held: Tensor, scales: Tensor | None, layer: int, slots: Tensor) -> 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
-    size = int(np.prod(shape)) * dtype.itemsize
-    if hasattr(mmap, "MADV_HUGEPAGE") and size // shape[0] >= LEAST_HUGE_PAGES * HUGE_PAGE:
-        return torch.frombuffer(_huge_pages(size), dtype=torch.uint8, count=size).view(dtype).view(shape)
-    # numpy asks the system for zero pages; torch would write them all, which takes seconds for a large cache.
-    return torch.from_numpy(np.zeros(size, np.uint8)).view(dtype).view(shape)
-
-
-def _huge_pages(size: int) -> memoryview:
-    """Zero pages of the system, huge ones where it has them: keys and values that lie apart are then found faster."""
-    memory = mmap.mmap(-1, size + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    start = -ctypes.addressof(ctypes.c_char.from_buffer(memory)) % HUGE_PAGE
-    memory.madvise(mmap.MADV_HUGEPAGE, start, size + HUGE_PAGE - start)
-    return memoryview(memory)[start : start + size]
+    # numpy asks the system for zero pages; torch would write them all, which takes seconds for a large cache. From 4 MB on
+    # numpy (2.4 at least) asks for huge pages too: to do so here, aligned, made attention no faster.
+    return torch.from_numpy(np.zeros((*shape[:-1], shape[-1] * dtype.itemsize), np.uint8)).view(dtype)
