@@ -106,6 +106,6 @@ def _numbers(held: Tensor, scales: Tensor | None, layer: int, slots: Tensor) -> 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
-    # numpy asks the system for zero pages; torch would write them all, which takes seconds for a large cache. From 4 MB on
-    # numpy (2.4 at least) asks for huge pages too: to do so here, aligned, made attention no faster.
+    # numpy asks the system for zero pages; torch would write them all, which takes seconds for a large cache. From 4 MB
+    # on numpy (2.4 at least) asks for huge pages too: to do so here, aligned, made attention no faster.
     return torch.from_numpy(np.zeros((*shape[:-1], shape[-1] * dtype.itemsize), np.uint8)).view(dtype)
