@@ -1,12 +1,12 @@
 """What a precision costs in quality: perplexity on a fixed text, and how far greedy answers agree with fp32.
 
-    python bench/quality.py [--precisions fp32,bf16] [--text FILE] [--tokens 8192] [--window 1024]
+    python bench/quality.py [--precisions fp32,bf16,bf16+int8] [--text FILE] [--tokens 8192] [--window 1024]
                             [--workload FILE ...] [--limit N] [--max-tokens 64] [--json FILE]
 
 Perplexity: teacher-forced passes through the engine's decoder, over windows that do not overlap; the first token of a
 window is not predicted. Agreement: the share of positions of fp32's own greedy answers at which the precision, shown
 the same tokens before, has the same likeliest token; and how many tokens its own answers have in common with fp32's
-before the first difference. Prints a table in Markdown.
+before the first difference. Prints a table in Markdown. bf16+int8 are weights in bf16 and a key/value cache in int8.
 """
 
 import argparse
@@ -65,7 +65,11 @@ def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2-135m-instruct")
-    parser.add_argument("--precisions", default="fp32,bf16", help="comma-separated; fp32 is added where it is missing")
+    parser.add_argument(
+        "--precisions",
+        default="fp32,bf16",
+        help="comma-separated; fp32 is added where it is missing; bf16+int8: int8 keys and values",
+    )
     parser.add_argument("--threads", type=int, default=None)
     parser.add_argument("--text", type=Path, default=TEXT, help="JSON lines with long prompts, or a plain text file")
     parser.add_argument("--tokens", type=_at_least_two, default=8192, help="most tokens of the text")
@@ -92,7 +96,9 @@ def run(options: argparse.Namespace) -> None:
     rows: list[Quality] = []
     tokens = 0
     for precision in dict.fromkeys([BASELINE, *wanted]):
-        with LLM(options.model, precision=precision, threads=options.threads, cache={"prefix": False}) as llm:
+        weights, _, cache = precision.partition("+")
+        settings = {"prefix": False, "precision": cache or "auto"}
+        with LLM(options.model, precision=weights, threads=options.threads, cache=settings) as llm:
             decoder = llm.model.decoder
             if options.window > decoder.context_limit:
                 raise ConfigError(f"--window is {options.window}; the model allows at most {decoder.context_limit}")

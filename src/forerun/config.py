@@ -108,6 +108,7 @@ Method: TypeAlias = Annotated[
     Literal["auto", "off"] | tuple[Literal["suffix", "draft"], ...], BeforeValidator(_drafters)
 ]
 Precision: TypeAlias = Annotated[Literal["auto", "fp32", "bf16", "int8", "int4"], BeforeValidator(_word)]
+CachePrecision: TypeAlias = Annotated[Literal["auto", "bf16", "fp32", "int8"], BeforeValidator(_word)]
 Device: TypeAlias = Annotated[Literal["auto", "cpu", "cuda"], BeforeValidator(_word)]
 
 
@@ -120,6 +121,10 @@ class CacheConfig(_Section):
 
     memory: Size = Field(
         default="auto", description="memory for the key/value cache: auto (from the machine) or a size, 512MiB"
+    )
+    precision: CachePrecision = Field(
+        default="auto",
+        description="number format of keys and values: auto (fp32 with fp32 weights, else bf16), bf16, fp32, int8",
     )
     page_size: Count = Field(default=16, ge=1, description="tokens per page of the key/value cache")
     prefix: bool = Field(default=True, description="reuse the keys and values of prompts that begin alike")

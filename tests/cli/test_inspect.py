@@ -38,6 +38,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         weight_bytes=12_345_678,
         precision="fp32",
         precision_reason="It was asked for.",
+        cache_precision="int8",
         device=torch.device("cpu"),
         chat_template=SimpleNamespace(source="{{ messages }}"),
     )
@@ -57,6 +58,7 @@ def test_json_holds_the_model_and_every_setting_with_its_origin(run: Run, asked:
     assert shown["model"]["architecture"] == "llama"
     assert shown["model"]["parameters"] > 0
     assert shown["model"]["size"] == 12_345_678
+    assert (shown["model"]["cache_precision"], shown["model"]["kv_bytes_per_token"]) == ("int8", 128)
     assert (shown["model"]["precision"], shown["model"]["kernels"], shown["model"]["context"]) == (
         "fp32",
         "reference",

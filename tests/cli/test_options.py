@@ -22,6 +22,7 @@ SETTING_FLAGS = [
     ("--seed", "7", "seed", 7),
     ("--log-level", "error", "log_level", "error"),
     ("--cache-memory", "256MiB", "cache.memory", "256MiB"),
+    ("--cache-precision", "int8", "cache.precision", "int8"),
     ("--cache-page-size", "8", "cache.page_size", 8),
     ("--cache-prefix", "false", "cache.prefix", False),
     ("--batching-max-batch", "4", "batching.max_batch", 4),

@@ -20,10 +20,10 @@ KERNELS = ("reference", "native")
 
 
 @cache
-def decoder(family="llama", seed=0, dtype=torch.float32, kernels="reference"):
+def decoder(family="llama", seed=0, dtype=torch.float32, kernels="reference", cache=None):
     """A tiny decoder; loaded once per kind. "native" is whatever the machine has best."""
     chosen = ReferenceKernels(device()) if kernels == "reference" else choose_kernels(device())
-    return tiny_decoder(family, seed=seed, dtype=dtype, kernels=chosen)
+    return tiny_decoder(family, seed=seed, dtype=dtype, kernels=chosen, cache=cache)
 
 
 def device():

@@ -14,12 +14,19 @@ from tests.models.tiny import tiny_decoder
 
 
 def rebuilt(model, tokens):
-    """Keys and values of `tokens`, computed in one pass into a fresh store: [layers, tokens, kv_heads, head_dim]."""
+    """A fresh store with keys and values of `tokens`, computed in one pass, in slots 0, 1, ..."""
     count = len(tokens)
     store, all_rows = model.new_store(count), np.arange(count)
     path = AttentionPath(all_rows, all_rows, 0, count)
     model.forward(TokenBatch(np.asarray(tokens), all_rows, all_rows, [path], np.empty(0, np.int64)), store)
-    return store.keys[:, :count], store.values[:, :count]
+    return store
+
+
+def same_contents(store, slots, expected):
+    """Whether `slots` of a store hold, bit for bit, what the first slots of `expected` do; the last one is scratch."""
+    parts = ("keys", "values", "key_scales", "value_scales")
+    pairs = [(getattr(store, part), getattr(expected, part)) for part in parts]
+    return all(one is other is None or torch.equal(one[:, slots], other[:, : len(slots)]) for one, other in pairs)
 
 
 def compare_with_rebuilt(served, model):
@@ -27,9 +34,7 @@ def compare_with_rebuilt(served, model):
     for request in served.scheduler.running:
         computed = request.slots.computed
         slots = torch.from_numpy(request.slots.slots[:computed].copy())
-        keys, values = rebuilt(model, request.tokens[:computed])
-        assert torch.equal(served._store.keys[:, slots], keys)
-        assert torch.equal(served._store.values[:, slots], values)
+        assert same_contents(served._store, slots, rebuilt(model, request.tokens[:computed]))
         if request.answer:
             assert computed == len(request.tokens) - 1, "the cache lags behind the answer by more than the next root"
     return len(served.scheduler.running)
@@ -37,9 +42,11 @@ def compare_with_rebuilt(served, model):
 
 @pytest.mark.parametrize("kernels", KERNELS)
 @pytest.mark.parametrize("family", ["llama", "gemma3_text"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_cache_is_that_of_the_committed_tokens_for_every_number_of_accepted_drafts(dtype, family, kernels):
-    model = decoder(family, dtype=dtype, kernels=kernels)
+@pytest.mark.parametrize(
+    ("dtype", "cache"), [(torch.float32, None), (torch.bfloat16, None), (torch.bfloat16, torch.int8)]
+)
+def test_the_cache_is_that_of_the_committed_tokens_for_every_number_of_accepted_drafts(dtype, cache, family, kernels):
+    model = decoder(family, dtype=dtype, cache=cache, kernels=kernels)
     for k in (1, 7):
         ask = Ask([3, 1, 4, 1, 5], SamplingParams(max_tokens=5 * k + 3, ignore_eos=True))
         (expected,), truth = truth_of([ask], model)
@@ -149,8 +156,7 @@ def test_the_draft_model_s_cache_holds_committed_tokens_only_and_keeps_up():
             sequence = drafter._sequences.get(request.request_id)
             if sequence is not None and cached:
                 slots = torch.from_numpy(sequence.slots[:cached].copy())
-                keys, _ = rebuilt(draft, request.tokens[:cached])
-                assert torch.equal(drafter._store.keys[:, slots], keys)
+                assert same_contents(drafter._store, slots, rebuilt(draft, request.tokens[:cached]))
 
     outputs = run(served, asks, each_step=compare)
     assert all(same(output, plain(ask, target)) for ask, output in zip(asks, outputs, strict=True))

@@ -48,7 +48,7 @@ ASKS = st.lists(st.builds(Ask, PROMPTS, sampling()), min_size=1, max_size=4)
 
 def drafters(names, model, truth):
     """Drafters by name; `truth` maps a prompt to the tokens that plain decoding gives."""
-    other = decoder(seed=9, dtype=model.dtype)
+    other = decoder(seed=9, dtype=model.dtype, cache=model.cache_dtype)
     made = {
         "suffix": lambda: SuffixDrafter(min_score=0.0),
         "same": lambda: DraftModelDrafter(model, slots=2048),
@@ -62,6 +62,7 @@ def drafters(names, model, truth):
     return [made[name]() for name in names]
 
 
+HELD = [(torch.float32, None), (torch.bfloat16, None), (torch.bfloat16, torch.int8)]  # weights, and the cache
 NAMES = ["suffix", "same", "other", "oracle", "anti", "random", "malicious", "ragged"]
 
 
@@ -79,7 +80,7 @@ NAMES = ["suffix", "same", "other", "oracle", "anti", "random", "malicious", "ra
     page_size=st.sampled_from([4, 16]),
     prefix=st.booleans(),
     repeat=st.booleans(),
-    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    held=st.sampled_from(HELD),
     kernels=st.sampled_from(KERNELS),
     family=st.sampled_from(sorted(FAMILIES)),
 )
@@ -96,11 +97,11 @@ def test_tokens_and_logprobs_equal_those_of_the_request_alone(
     page_size,
     prefix,
     repeat,
-    dtype,
+    held,
     kernels,
     family,
 ):
-    model = decoder(family, dtype=dtype, kernels=kernels)
+    model = decoder(family, dtype=held[0], cache=held[1], kernels=kernels)
     ends = frozenset(range(0, VOCABULARY, 40))
     alone, truth = truth_of(asks, model, end_tokens=ends)
     # As few pages as the longest request needs, and up to `pages` more: from constant preemption to none.
@@ -129,10 +130,10 @@ def test_tokens_and_logprobs_equal_those_of_the_request_alone(
 
 
 @pytest.mark.parametrize("kernels", KERNELS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("dtype", "cache"), HELD)
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_the_target_as_its_own_draft_model_is_always_right(temperature, dtype, kernels):
-    model = decoder(dtype=dtype, kernels=kernels)
+def test_the_target_as_its_own_draft_model_is_always_right(temperature, dtype, cache, kernels):
+    model = decoder(dtype=dtype, cache=cache, kernels=kernels)
     drafter = DraftModelDrafter(model, slots=2048, min_score=0.0)
     params = SamplingParams(temperature=temperature, seed=3, max_tokens=40, ignore_eos=True)
     asks = [Ask([1, 2, 3], params), Ask([9] * 20, params)]

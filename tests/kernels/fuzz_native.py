@@ -82,9 +82,9 @@ def attention(draw: random.Random, kernels: CpuKernels) -> None:
     context = draw.choice([0, 1, 15, 63, 64, 65, 200, 1000, 8192 if head_dim <= 64 and kernels.threads == 2 else 700])
     rows = draw.choice([1, 2, 5, 17])
     length = context + rows
-    store = KVStore.allocate(1, length + 3, kv_heads, head_dim, draw.choice([torch.float32, torch.bfloat16]), CPU)
-    store.keys.copy_(torch.randn(store.keys.shape))
-    store.values.copy_(torch.randn(store.values.shape))
+    dtype = draw.choice([torch.float32, torch.bfloat16, torch.int8])
+    store = KVStore.allocate(1, length + 3, kv_heads, head_dim, dtype, CPU)
+    store.write(0, torch.arange(length + 4), *torch.randn(2, length + 4, kv_heads, head_dim))
     slots = np.random.default_rng(draw.randrange(1000)).permutation(length + 3)[:length]
     half = draw.choice([head_dim // 2, head_dim // 4, 1])
     angles = torch.randn(length, half)
@@ -136,7 +136,8 @@ def mixtures(draw: random.Random, kernels: CpuKernels) -> None:
 def whole_models(draw: random.Random, kernels: CpuKernels) -> None:
     """A recorded program over a prompt and then a step, against the same in one batch."""
     dtype, bits = draw.choice([(torch.float32, None), (torch.bfloat16, None), (torch.bfloat16, 8), (torch.bfloat16, 4)])
-    model = tiny_decoder(draw.choice(FAMILIES), dtype=dtype, kernels=kernels, bits=bits)
+    cache = draw.choice([None, torch.int8])
+    model = tiny_decoder(draw.choice(FAMILIES), dtype=dtype, kernels=kernels, bits=bits, cache=cache)
     length = draw.choice([2, 5, 70])
     store = model.new_store(length + 1)
     slots = np.random.default_rng(length).permutation(length)

@@ -19,7 +19,14 @@ SETS = binding.supported()
 pytestmark = pytest.mark.skipif(not SETS, reason="no native kernels on this machine")
 families = pytest.mark.parametrize("family", FAMILIES)
 held = pytest.mark.parametrize(
-    ("dtype", "bits"), [(torch.float32, None), (torch.bfloat16, None), (torch.bfloat16, 8), (torch.float32, 4)]
+    ("dtype", "bits", "cache"),
+    [
+        (torch.float32, None, None),
+        (torch.bfloat16, None, None),
+        (torch.bfloat16, 8, None),
+        (torch.float32, 4, None),
+        (torch.bfloat16, 8, torch.int8),
+    ],
 )
 
 
@@ -58,26 +65,28 @@ def same_bits(model, other, batches, slots=128):
     stores = model.new_store(slots), other.new_store(slots)
     for batch in batches:
         assert torch.equal(model.forward(batch, stores[0]), other.forward(batch, stores[1]))
-    assert torch.equal(stores[0].keys, stores[1].keys)
-    assert torch.equal(stores[0].values, stores[1].values)
+    for part in ("keys", "values", "key_scales", "value_scales"):
+        one, another = (getattr(store, part) for store in stores)
+        assert one is another is None or torch.equal(one, another), part
 
 
 @pytest.mark.parametrize("isa", SETS)
 @pytest.mark.parametrize("threads", [1, 2, 3])
 @held
 @families
-def test_a_program_has_the_bits_of_the_operations_one_by_one(family, dtype, bits, threads, isa):
-    recorded = tiny_decoder(family, dtype=dtype, bits=bits, kernels=kernels(threads, isa))
-    one_by_one = tiny_decoder(family, dtype=dtype, bits=bits, kernels=kernels(threads, isa, program=False))
+def test_a_program_has_the_bits_of_the_operations_one_by_one(family, dtype, bits, cache, threads, isa):
+    kind = {"dtype": dtype, "bits": bits, "cache": cache}
+    recorded = tiny_decoder(family, **kind, kernels=kernels(threads, isa))
+    one_by_one = tiny_decoder(family, **kind, kernels=kernels(threads, isa, program=False))
     batches = [prompt(1), prompt(2, 1), prompt(9, 2), prompt(70, 9), prompt(71, 70), prompt(72, 71, wanted=[])]
     same_bits(recorded, one_by_one, [*batches, two_sequences(33, 40), two_sequences(1, 2)])
     assert recorded._run.program is not None
 
 
-@pytest.mark.parametrize("bits", [None, 8])
+@pytest.mark.parametrize(("bits", "cache"), [(None, None), (8, None), (None, torch.int8)])
 @families
-def test_a_row_has_the_same_bits_in_any_company_and_on_any_number_of_threads(family, bits):
-    models = [tiny_decoder(family, bits=bits, kernels=kernels(threads)) for threads in (1, 2)]
+def test_a_row_has_the_same_bits_in_any_company_and_on_any_number_of_threads(family, bits, cache):
+    models = [tiny_decoder(family, bits=bits, cache=cache, kernels=kernels(threads)) for threads in (1, 2)]
     for model, rows in itertools.product(models, (2, 3, 17, 64)):
         whole = model.forward(prompt(rows), model.new_store(64))
         for other in models:
@@ -95,6 +104,21 @@ def test_quantised_experts_agree_with_the_reference(family, bits):
     native, reference = tiny_decoder(family, bits=bits, kernels=kernels()), tiny_decoder(family, bits=bits)
     got, want = (model.forward(prompt(40), model.new_store(64)).cpu() for model in (native, reference))
     torch.testing.assert_close(got, want, rtol=1e-2, atol=1e-2)
+
+
+@families
+def test_over_a_cache_of_codes_a_model_agrees_with_the_reference(family):
+    native, reference = (tiny_decoder(family, cache=torch.int8, kernels=own) for own in (kernels(), None))
+    got, want = (model.forward(prompt(40), model.new_store(64)).cpu() for model in (native, reference))
+    plain = tiny_decoder(family)
+    exact = plain.forward(prompt(40), plain.new_store(64)).cpu()
+
+    def apart(one, another):
+        """Of the middle row, relative: in others a code rounded the other way may choose another expert."""
+        return ((one - another).norm(dim=-1) / another.norm(dim=-1)).median()
+
+    assert apart(got, want) < 2e-3
+    assert apart(got, want) < apart(want, exact) < 0.1
 
 
 def test_repeated_steps_of_changing_sizes_do_not_disturb_each_other():

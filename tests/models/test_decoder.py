@@ -119,13 +119,15 @@ def test_tied_embeddings_are_not_held_twice():
     assert decoder.lm_head.weight.data_ptr() == decoder._embedding.data_ptr()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("dtype", "cache"), [(torch.float32, None), (torch.bfloat16, None), (torch.bfloat16, torch.int8)]
+)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_cache_bytes_per_token_are_what_the_store_takes(family, dtype):
-    decoder = tiny_decoder(family, dtype=dtype)
+def test_cache_bytes_per_token_are_what_the_store_takes(family, dtype, cache):
+    decoder = tiny_decoder(family, dtype=dtype, cache=cache)
     store = decoder.new_store(10)
-    assert store.slots == 10
-    assert store.keys.nbytes + store.values.nbytes == 11 * decoder.kv_bytes_per_token
+    assert (store.slots, store.keys.dtype) == (10, cache or dtype)
+    assert store.nbytes == 11 * decoder.kv_bytes_per_token
 
 
 def test_context_is_as_long_as_the_model_allows_or_as_asked_for():

@@ -198,6 +198,24 @@ def test_sizes_and_names_are_reported(tmp_path):
     assert model.tokenizer.end_token_ids == {1, 2}
 
 
+@pytest.mark.parametrize(
+    ("precision", "asked", "held", "dtype"),
+    [
+        ("fp32", "auto", "fp32", torch.float32),
+        ("bf16", "auto", "bf16", torch.bfloat16),
+        ("int8", "auto", "bf16", torch.bfloat16),
+        ("fp32", "int8", "int8", torch.int8),
+        ("bf16", "fp32", "fp32", torch.float32),
+    ],
+)
+def test_the_cache_is_held_as_asked_for_or_as_the_weights_that_are_not_quantised(
+    precision, asked, held, dtype, tmp_path
+):
+    model = load(save_model(tmp_path / "m"), precision=precision, cache_precision=asked)
+    assert model.cache_precision == held
+    assert model.decoder.new_store(3).keys.dtype is dtype
+
+
 def test_the_context_is_what_was_asked_for(tmp_path):
     name = save_model(tmp_path / "m")
     assert load(name).decoder.context_limit == 256
@@ -208,6 +226,7 @@ def test_the_context_is_what_was_asked_for(tmp_path):
     ("options", "told"),
     [
         ({"precision": "fp64"}, "auto, fp32, bf16, int8, int4"),
+        ({"cache_precision": "int4"}, "auto, bf16, fp32, int8"),
         ({"device": "abacus"}, "auto, cpu, cuda"),
         ({"device": "mps"}, "auto, cpu, cuda"),
         ({"device": "cuda:99"}, "CUDA devices"),

@@ -116,14 +116,17 @@ def tiny_decoder(
     dtype: torch.dtype = torch.float32,
     kernels: Kernels | None = None,
     bits: Literal[4, 8] | None = None,
+    cache: torch.dtype | None = None,
     **overrides: Any,
 ) -> Decoder:
     """A tiny random model that runs, where `kernels` run (the reference, by default); `overrides` change its config.
 
-    bits: what its linear layers are quantised to.
+    bits: what its linear layers are quantised to. cache: what its keys and values are held in; None = dtype.
     """
     config = tiny_config(family, **overrides)
-    return run_on(Architecture.from_config(config), tiny_tensors(config, seed), WeightFormat(dtype, bits), kernels)
+    return run_on(
+        Architecture.from_config(config), tiny_tensors(config, seed), WeightFormat(dtype, bits), kernels, cache
+    )
 
 
 def run_on(
@@ -131,11 +134,12 @@ def run_on(
     tensors: Mapping[str, Tensor],
     weights: torch.dtype | WeightFormat,
     kernels: Kernels | None = None,
+    cache: torch.dtype | None = None,
 ) -> Decoder:
     """A decoder on the given kernels; by default on the reference, on the GPU if there is one."""
     kernels = kernels or ReferenceKernels("cuda" if torch.cuda.is_available() else "cpu")
     weights = WeightFormat(weights) if isinstance(weights, torch.dtype) else weights
-    return Decoder(architecture, tensors, kernels, weights, getattr(kernels, "device", "cpu"))
+    return Decoder(architecture, tensors, kernels, weights, getattr(kernels, "device", "cpu"), cache_dtype=cache)
 
 
 def save_tiny_model(

@@ -56,6 +56,7 @@ def describe(model: "LoadedModel") -> dict[str, Any]:
         "layers": len(architecture.layers),
         "hidden_size": architecture.hidden_size,
         "vocabulary": architecture.vocab_size,
+        "cache_precision": model.cache_precision,
         "kv_bytes_per_token": model.decoder.kv_bytes_per_token,
         "chat_template": model.chat_template.source,
     }

@@ -39,6 +39,7 @@ def load_target(config: EngineConfig) -> "LoadedModel":
     return load_model(
         config.model,
         precision=config.precision,
+        cache_precision=config.cache.precision,
         activation_bits=config.activation_bits,
         device=config.device,
         context_length=config.context_length,

@@ -55,7 +55,7 @@ class DraftTree:
 
     @cached_property
     def links(self) -> dict[tuple[int, int], int]:
-        """From a node (-1 = the root) and a token to the child that holds it, the first of several. Not to be written to."""
+        """From a node (-1 = the root) and a token to the child that holds it, the first of several. Read only."""
         links: dict[tuple[int, int], int] = {}
         for node, link in enumerate(zip(self.parents, self.tokens, strict=True)):
             links.setdefault(link, node)

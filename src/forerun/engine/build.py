@@ -38,6 +38,7 @@ def build_engine(config: EngineConfig, *, progress: bool | None = None) -> Built
     model = load_model(
         config.model,
         precision=config.precision,
+        cache_precision=config.cache.precision,
         activation_bits=config.activation_bits,
         device=config.device,
         context_length=config.context_length,
@@ -116,6 +117,7 @@ def _load_draft(config: EngineConfig, model: LoadedModel, missing: dict[str, str
         draft = load_model(
             name,
             precision=config.precision if precision == "auto" else precision,
+            cache_precision=config.cache.precision,
             activation_bits=config.activation_bits,
             device=model.device,
         )

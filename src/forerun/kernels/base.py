@@ -100,7 +100,8 @@ class Kernels(Protocol):
 
         qkv: float32 [rows', (heads + 2 * kv_heads) * head_dim], in that order. RoPE turns feature i of a head with
         feature i + rotary_dim / 2; features past rotary_dim pass through. A value that is not finite is written as 0:
-        attention gives keys that a row does not see the weight 0, and 0 times infinity would be seen.
+        attention gives keys that a row does not see the weight 0, and 0 times infinity would be seen. In a store of
+        int8 a key's features too.
         """
         ...
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from forerun.errors import ConfigError, WeightsError
 from forerun.kernels.base import AttentionSpec, Kernels, Mixture, Norm
 from forerun.kernels.batch import TokenBatch
-from forerun.kernels.kv_store import KVStore
+from forerun.kernels.kv_store import KVStore, bytes_per_head
 from forerun.kernels.linears import Linears, MadeLinear
 from forerun.kernels.quantized import QuantizedWeight
 from forerun.models.architecture import Architecture
@@ -57,6 +57,7 @@ class Decoder:
     architecture: what it is. tensors: its weights under their Hugging Face names; each is read once, and the mapping is
     not kept, so that it may be a file that is read lazily. weight_format: how they are held.
     context_length: positions to provide for, at most (and if None) as many as the architecture allows.
+    cache_dtype: of keys and values, float32, bfloat16 or int8; None = as the weights that are not quantised.
     stored: see `Weights`. linears: packs the linear layers; None = each anew.
     weight_bytes: of the weights as they are held, a floating-point head tied to the embedding table counted once.
     layers, final_norm, lm_head: its packed parts, for reading.
@@ -73,6 +74,7 @@ class Decoder:
         device: torch.device | str = "cpu",
         context_length: int | None = None,
         *,
+        cache_dtype: torch.dtype | None = None,
         stored: Mapping[str, Tensor | QuantizedWeight] | None = None,
         linears: Linears | None = None,
     ) -> None:
@@ -82,6 +84,7 @@ class Decoder:
         self.architecture = architecture
         self.kernels = kernels
         self.dtype = dtype
+        self.cache_dtype = cache_dtype or dtype
         self.device = torch.device(device)
         self._context = min(context_length or architecture.context_limit, architecture.context_limit)
         linears = linears or Linears(kernels)
@@ -114,12 +117,12 @@ class Decoder:
     def kv_bytes_per_token(self) -> int:
         """Bytes of cache that one token takes, over all layers."""
         a = self.architecture
-        return 2 * len(a.layers) * a.kv_heads * a.head_dim * self.dtype.itemsize
+        return 2 * len(a.layers) * a.kv_heads * bytes_per_head(a.head_dim, self.cache_dtype)
 
     def new_store(self, slots: int) -> KVStore:
-        """An empty key/value store of this model's shape, dtype and device."""
+        """An empty key/value store of this model's shape, cache dtype and device."""
         a = self.architecture
-        return KVStore.allocate(len(a.layers), slots, a.kv_heads, a.head_dim, self.dtype, self.device)
+        return KVStore.allocate(len(a.layers), slots, a.kv_heads, a.head_dim, self.cache_dtype, self.device)
 
     @torch.no_grad()
     def forward(self, batch: TokenBatch, store: KVStore) -> Tensor:

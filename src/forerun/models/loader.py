@@ -19,7 +19,17 @@ from forerun.models.architecture import Architecture
 from forerun.models.chat_template import ChatTemplate
 from forerun.models.decoder import Decoder
 from forerun.models.locate import ModelFiles, cache_key, cache_root, locate
-from forerun.models.precision import ChosenPrecision, Precision, WeightFormat, check_precision, choose_precision
+from forerun.models.precision import (
+    CACHE_DTYPES,
+    CachePrecision,
+    ChosenPrecision,
+    Precision,
+    WeightFormat,
+    check_cache_precision,
+    check_precision,
+    choose_cache_precision,
+    choose_precision,
+)
 from forerun.models.quantization import QUANTIZATION
 from forerun.models.tokenizer import Tokenizer, read_json
 from forerun.models.weights import load_tensors
@@ -32,7 +42,8 @@ class LoadedModel:
     """A model that can run.
 
     name: as it was asked for. path: the directory that it was read from (for a GGUF its conversion).
-    precision: of the weights. precision_reason: why it is this one, as a sentence. file_bytes: size of the weight files
+    precision: of the weights. precision_reason: why it is this one, as a sentence. cache_precision: of
+    keys and values. file_bytes: size of the weight files
     it came from. weight_bytes: size of its weights in memory; both in bytes.
     """
 
@@ -44,6 +55,7 @@ class LoadedModel:
     chat_template: ChatTemplate
     precision: Precision
     precision_reason: str
+    cache_precision: CachePrecision
     device: torch.device
     file_bytes: int
     weight_bytes: int
@@ -53,6 +65,7 @@ def load_model(
     name: str,
     *,
     precision: Precision | Literal["auto"] = "auto",
+    cache_precision: CachePrecision | Literal["auto"] = "auto",
     device: torch.device | str = "auto",
     kernels: Kernels | None = None,
     activation_bits: ActivationBits = 16,
@@ -61,15 +74,16 @@ def load_model(
 ) -> LoadedModel:
     """Load the model called `name` (see `locate`).
 
-    precision: of the weights, see `choose_precision`; the cache is bf16, with fp32 weights fp32. device: auto = cuda if
-    there is one, else cpu. kernels: None = the best for the device, whose activations have `activation_bits`
-    where they meet quantised weights. context_length: positions to provide for; None = as many as the model allows.
-    progress: show a bar while a GGUF is converted; None = if stderr is a terminal.
+    precision: of the weights, see `choose_precision`. cache_precision: of keys and values; auto = fp32 with fp32
+    weights, else bf16. device: auto = cuda if there is one, else cpu. kernels: None = the best for the device, whose
+    activations have `activation_bits` where they meet quantised weights. context_length: positions to provide for;
+    None = as many as the model allows. progress: show a bar while a GGUF is converted; None = if stderr is a terminal.
 
     Raises ModelNotFoundError, WeightsError, TokenizerError, UnsupportedModelError for the model, ConfigError for a
     precision, device or context length that cannot be had.
     """
     check_precision(precision)
+    check_cache_precision(cache_precision)
     chosen_device = choose_device(device)
     if context_length is not None and context_length < 1:
         raise ConfigError(f"context_length is {context_length}; it must be at least 1")
@@ -95,6 +109,7 @@ def load_model(
         from forerun.models.gguf_import import stored_linears
 
         stored = stored_linears(files.parts, architecture)
+    held = choose_cache_precision(cache_precision, chosen.format.dtype)
     decoder = Decoder(
         architecture,
         tensors,
@@ -102,6 +117,7 @@ def load_model(
         chosen.format,
         chosen_device,
         context_length,
+        cache_dtype=CACHE_DTYPES[held],
         stored=stored,
         linears=linears,
     )
@@ -114,6 +130,7 @@ def load_model(
         chat_template=template,
         precision=chosen.name,
         precision_reason=chosen.reason,
+        cache_precision=held,
         device=chosen_device,
         file_bytes=sum(part.stat().st_size for part in files.parts) or tensors.file_bytes,
         weight_bytes=decoder.weight_bytes,

@@ -13,6 +13,12 @@ from forerun.models.parameters import stack_rows
 from forerun.models.quantization import BLOCK_TYPES, fits_groups, quantize, quantize_groups, stack
 
 Precision = Literal["fp32", "bf16", "int8", "int4"]
+CachePrecision = Literal["bf16", "fp32", "int8"]
+CACHE_DTYPES: dict[CachePrecision, torch.dtype] = {
+    "bf16": torch.bfloat16,
+    "fp32": torch.float32,
+    "int8": torch.int8,
+}
 PRECISIONS: tuple[Precision, ...] = get_args(Precision)
 
 
@@ -76,6 +82,19 @@ def check_precision(asked: str) -> None:
     """Raises ConfigError if there is no precision of that name."""
     if asked != "auto" and asked not in PRECISIONS:
         raise ConfigError(f"precision {asked!r} is not supported; allowed: auto, {', '.join(PRECISIONS)}")
+
+
+def check_cache_precision(asked: str) -> None:
+    """Raises ConfigError if keys and values cannot be held so."""
+    if asked != "auto" and asked not in CACHE_DTYPES:
+        raise ConfigError(f"cache_precision {asked!r} is not supported; allowed: auto, {', '.join(CACHE_DTYPES)}")
+
+
+def choose_cache_precision(asked: CachePrecision | Literal["auto"], weights: torch.dtype) -> CachePrecision:
+    """What a precision of the cache means; auto is that of the weights that are not quantised."""
+    if asked != "auto":
+        return asked
+    return "fp32" if weights is torch.float32 else "bf16"
 
 
 def choose_precision(

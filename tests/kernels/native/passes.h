@@ -47,17 +47,41 @@ void check_embedding(const Machine& machine) {
     }
 }
 
-// Keys or values in either type, compared as floats.
+// Keys or values, vectors of `size` features, in any format, compared as floats.
 struct Store {
-    Floats floats;
+    long size;
+    int32_t format;
+    Floats floats, scales;
     std::vector<uint16_t> halves;
-    bool bf16;
+    std::vector<int8_t> codes;
 
-    Store(const Floats& from, bool as_bf16) : floats(from), bf16(as_bf16) {
-        for (float one : from) halves.push_back(to_bf16(one));
+    Store(const Floats& from, long size, int32_t format)
+        : size(size), format(format), floats(from), scales(from.size() / size), halves(from.size()), codes(from.size()) {
+        for (size_t i = 0; i < scales.size(); ++i) write((long)i, &from[i * size]);
     }
-    void* data() { return bf16 ? (void*)halves.data() : floats.data(); }
-    float at(long i) const { return bf16 ? from_bf16(halves[i]) : floats[i]; }
+    void write(long vector, const float* from) {
+        float greatest = 0;
+        for (long i = 0; i < size; ++i) {
+            floats[vector * size + i] = from[i];
+            halves[vector * size + i] = to_bf16(from[i]);
+            greatest = std::fmax(greatest, std::fabs(from[i]));
+        }
+        scales[vector] = greatest / 127;
+        for (long i = 0; i < size; ++i)
+            codes[vector * size + i] = greatest == 0 ? 0 : (int8_t)std::nearbyint(from[i] * (127 / greatest));
+    }
+    void* data() {
+        return format == FLOAT32 ? (void*)floats.data() : format == BFLOAT16 ? (void*)halves.data() : codes.data();
+    }
+    float at(long i) const {
+        if (format == INT8) return (float)codes[i] * scales[i / size];
+        return format == BFLOAT16 ? from_bf16(halves[i]) : floats[i];
+    }
+    // How far a number may lie from what was written, when that is known so closely only.
+    double step(long i) const {
+        if (format == INT8) return scales[i / size] * 1.01;
+        return format == BFLOAT16 ? std::fabs(at(i)) / 200 + 1e-5 : 1e-5;
+    }
 };
 
 // Head `x` of one row after its norm (if any) and its turn: exactly as in float, if there is no norm, and in double.
@@ -82,39 +106,47 @@ struct Turned {
     }
 };
 
-void check_rotation(const Machine& machine, long size, long half, bool bf16, bool normed, Part& part) {
+void check_rotation(const Machine& machine, long size, long half, int32_t format, bool normed, Part& part) {
     constexpr long HEADS = 6, KV_HEADS = 2, ROWS = 11, POSITIONS = 30, SLOTS = 40;
     Random random(size + half);
     long features = (HEADS + 2 * KV_HEADS) * size;
     Floats qkv = random.numbers(ROWS * features), q(ROWS * HEADS * size), weight = random.numbers(size);
     Floats cosines = random.numbers(POSITIONS * half), sines = random.numbers(POSITIONS * half);
     qkv[2 * features - 1] = NAN, qkv[3 * features - 2] = -INFINITY;  // values, which become 0
-    Store keys(Floats(SLOTS * KV_HEADS * size), bf16), values = keys;
+    Store keys(Floats(SLOTS * KV_HEADS * size), size, format), values = keys, wanted = keys;
     std::vector<int64_t> positions, slots;
     for (long r = 0; r < ROWS; ++r) positions.push_back(r * 11 % POSITIONS), slots.push_back(r * 7 % SLOTS);
     Rotation job{};
     job.qkv = qkv.data(), job.q = q.data(), job.keys = keys.data(), job.values = values.data();
     job.cosines = cosines.data(), job.sines = sines.data(), job.positions = positions.data(), job.slots = slots.data();
+    job.key_scales = keys.scales.data(), job.value_scales = values.scales.data(), job.format = format;
     if (normed) job.query_norm = job.key_norm = {weight.data(), 1e-5f};
-    job.rows = ROWS, job.heads = HEADS, job.kv_heads = KV_HEADS, job.head_dim = size, job.half = half, job.bf16 = bf16;
+    job.rows = ROWS, job.heads = HEADS, job.kv_heads = KV_HEADS, job.head_dim = size, job.half = half;
     if (forerun_rotate(machine.context, &job)) abort();
-    auto stored = [&](float value) { return bf16 ? from_bf16(to_bf16(value)) : value; };
     for (long r = 0; r < ROWS; ++r) {
         const float *x = &qkv[r * features], *value = x + (HEADS + KV_HEADS) * size;
         for (long h = 0; h < HEADS + KV_HEADS; ++h) {
-            long turn = positions[r] * half, key = (slots[r] * KV_HEADS + h - HEADS) * size;
+            long turn = positions[r] * half, key = slots[r] * KV_HEADS + h - HEADS;
             Turned want = {x + h * size, weight.data(), &cosines[turn], &sines[turn], size, half};
             bool is_key = h >= HEADS;
+            Floats exact(size);
+            for (long i = 0; i < size; ++i) exact[i] = want.exact(i);
+            if (is_key) wanted.write(key, exact.data());
             for (long i = 0; i < size; ++i) {
-                float got = is_key ? keys.at(key + i) : q[(r * HEADS + h) * size + i];
+                float got = is_key ? keys.at(key * size + i) : q[(r * HEADS + h) * size + i];
                 if (normed)
-                    part.near(got, want.close(i), is_key && bf16 ? std::fabs(want.close(i)) / 200 + 1e-5 : 1e-5);
+                    part.near(got, want.close(i), is_key ? keys.step(key * size + i) : 1e-5);
                 else
-                    part.equal(got, is_key ? stored(want.exact(i)) : want.exact(i));
+                    part.equal(got, is_key ? wanted.at(key * size + i) : exact[i]);
             }
         }
-        for (long i = 0; i < KV_HEADS * size; ++i)
-            part.equal(values.at(slots[r] * KV_HEADS * size + i), stored(std::isfinite(value[i]) ? value[i] : 0));
+        for (long h = 0; h < KV_HEADS; ++h) {
+            Floats head(value + h * size, value + (h + 1) * size);
+            for (float& one : head) one = std::isfinite(one) ? one : 0;
+            long at = slots[r] * KV_HEADS + h;
+            wanted.write(at, head.data());
+            for (long i = 0; i < size; ++i) part.equal(values.at(at * size + i), wanted.at(at * size + i));
+        }
     }
 }
 
@@ -122,11 +154,12 @@ struct Heads {
     long count, kv_count, size;
 };
 
-void check_attention(const Machine& machine, Heads heads, long window, float softcap, bool bf16, Part& part) {
+void check_attention(const Machine& machine, Heads heads, long window, float softcap, int32_t format, Part& part) {
     constexpr long SLOTS = 300, COMMON = 70, ROWS = 19;
     const long query_heads = heads.count, kv_heads = heads.kv_count, size = heads.size;
     Random random(size + window);
-    Store keys(random.numbers(SLOTS * kv_heads * size), bf16), values(random.numbers(SLOTS * kv_heads * size), bf16);
+    Store keys(random.numbers(SLOTS * kv_heads * size), size, format);
+    Store values(random.numbers(SLOTS * kv_heads * size), size, format);
     // Two sequences with a common beginning, and one of its own.
     std::vector<int64_t> slots[3];
     long lengths[] = {140, 97, 33}, next = 0;
@@ -147,7 +180,8 @@ void check_attention(const Machine& machine, Heads heads, long window, float sof
     job.q = q.data(), job.out = out.data(), job.keys = keys.data(), job.values = values.data(), job.paths = paths;
     job.positions = positions.data(), job.rows = rows.data(), job.path_of = path_of.data();
     job.heads = query_heads, job.kv_heads = kv_heads, job.head_dim = size, job.window = window;
-    job.scale = 0.6f, job.softcap = softcap, job.bf16 = bf16;
+    job.scale = 0.6f, job.softcap = softcap, job.format = format;
+    job.key_scales = keys.scales.data(), job.value_scales = values.scales.data();
     if (forerun_attend(machine.context, &job, groups.data(), 2)) abort();
     for (long i = 0; i < ROWS; ++i) {  // each by itself has the same bits
         int64_t own_path = 0, ends[] = {0, 1};

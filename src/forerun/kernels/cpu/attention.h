@@ -5,6 +5,8 @@
 // no bit; so it does not matter which rows share a block, nor how many keys of it exist yet.
 #pragma once
 
+#include <type_traits>
+
 #include "attention_product.h"
 
 namespace {
@@ -82,6 +84,8 @@ FORERUN_INLINE float weigh(float* scores, long count, float top) {
 // head; those of one key/value head lie together.
 template <typename T>
 class Tile {
+    using Number = typename Multiplied<T>::type;
+
 public:
     Tile(const Attention& job, AttentionUnit unit, float* scratch)
         : job_(job), unit_(unit), group_(job.heads / job.kv_heads), size_(job.head_dim),
@@ -90,7 +94,7 @@ public:
         queries_ = scratch;
         outputs_ = queries_ + queries * size_;
         weights_ = outputs_ + queries * padded_;
-        panels_ = (T*)(weights_ + per_head_ * KEY_BLOCK);
+        panels_ = (Number*)(weights_ + per_head_ * KEY_BLOCK);
         copies_ = panels_ + size_ * KEY_BLOCK;
         tops_ = scratch + ATTENTION_SCRATCH - 64 - 3 * MAX_QUERIES;
         totals_ = tops_ + MAX_QUERIES;
@@ -138,22 +142,22 @@ private:
 
     // One block of keys and the rows of entries i .. next - 1.
     void visit(const Path& path, long block, long count, long i, long next) {
-        long row_size = job_.kv_heads * size_, heads = unit_.last_head - unit_.first_head;
+        long heads = unit_.last_head - unit_.first_head;
         long queries = (next - i) * group_, key_panels = (count + PANEL - 1) / PANEL, value_panels = padded_ / PANEL;
         KeyBlock &now = blocks_[block % 2], &then = blocks_[(block + 1) % 2];
-        now.find(path, block, row_size);
+        now.find(path, block, job_.kv_heads, size_);
         const T* keys = (const T*)job_.keys + unit_.first_head * size_;
         const T* values = (const T*)job_.values + unit_.first_head * size_;
         ahead_.clear();
-        if (then.find(path, block + 1, row_size)) ahead_.find(keys, values, then, heads * size_ * sizeof(T));
+        if (then.find(path, block + 1, job_.kv_heads, size_)) ahead_.find(keys, values, then, heads * size_ * sizeof(T));
         ahead_.spread(heads * (steps_of(queries, key_panels, size_) + steps_of(queries, value_panels, count)));
         for (long h = 0; h < heads; ++h, keys += size_, values += size_) {
             long from = h * per_head_ + (i - unit_.first) * group_;
-            lay_out_keys(keys, now, count, size_, panels_);
-            multiply_all(queries, queries_ + from * size_, size_, LaidOut<T>{panels_}, key_panels, size_, weights_,
+            lay_out_keys(keys, scales_of(job_.key_scales, h), now, count, size_, panels_);
+            multiply_all(queries, queries_ + from * size_, size_, LaidOut<Number>{panels_}, key_panels, size_, weights_,
                          KEY_BLOCK, nullptr, ahead_);
             weigh_all(block, count, i, next, from);
-            multiply_all(queries, weights_, KEY_BLOCK, in_panels(values, now, count), value_panels, count,
+            multiply_all(queries, weights_, KEY_BLOCK, in_panels(values, h, now, count), value_panels, count,
                          outputs_ + from * padded_, padded_, factors_, ahead_);
         }
         ahead_.fetch_rest();
@@ -180,14 +184,14 @@ private:
             totals[k] = totals[k] * factors_[k] + weigh(weights_ + k * KEY_BLOCK, count, tops[k]);
     }
 
-    // Values are read where they lie, if whole panels can be.
-    Scattered<T> in_panels(const T* values, const KeyBlock& block, long count) {
-        if (padded_ == size_) return {values, block.offsets};
-        for (long i = 0; i < count; ++i) {
-            memcpy(copies_ + i * padded_, values + block.offsets[i], size_ * sizeof(T));
-            memset(copies_ + i * padded_ + size_, 0, (padded_ - size_) * sizeof(T));
-            in_copies_[i] = i * padded_;
-        }
+    const float* scales_of(const float* scales, long h) const { return scales ? scales + unit_.first_head + h : nullptr; }
+
+    // Values are read where they lie, if whole panels of numbers can be.
+    Scattered<Number> in_panels(const T* values, long h, const KeyBlock& block, long count) {
+        if constexpr (std::is_same_v<T, Number>)
+            if (padded_ == size_) return {values, block.offsets};
+        lay_out_values(values, scales_of(job_.value_scales, h), block, count, size_, padded_, copies_);
+        for (long i = 0; i < count; ++i) in_copies_[i] = i * padded_;
         return {copies_, in_copies_};
     }
 
@@ -196,7 +200,7 @@ private:
             float *sums = outputs_ + n * padded_, *to = job_.out + (row * job_.heads + head) * size_;
             for (long d = 0; d < padded_; d += LANES) store(sums + d, load(sums + d) / totals_[n]);
             for (long d = 0; d < size_; d += PANEL)
-                store_features((const T*)nullptr, to + d, sums + d, size_ - d < PANEL ? size_ - d : PANEL);
+                store_features((const Number*)nullptr, to + d, sums + d, size_ - d < PANEL ? size_ - d : PANEL);
         });
     }
 
@@ -204,17 +208,18 @@ private:
     const AttentionUnit unit_;
     const long group_, size_, padded_, per_head_;
     float *queries_, *outputs_, *weights_, *tops_, *totals_, *factors_;
-    T *panels_, *copies_;  // keys laid out; values with zeros behind, where a head does not fill panels
+    Number *panels_, *copies_;  // keys laid out; values with zeros behind, where they cannot be read where they lie
     long in_copies_[KEY_BLOCK];
     KeyBlock blocks_[2];
     LinesAhead ahead_;
 };
 
 void attend(const Attention& job, const AttentionUnit& unit, float* scratch) {
-    if (job.bf16)
-        Tile<uint16_t>(job, unit, scratch).run();
-    else
-        Tile<float>(job, unit, scratch).run();
+    switch (job.format) {
+        case FLOAT32: return Tile<float>(job, unit, scratch).run();
+        case BFLOAT16: return Tile<uint16_t>(job, unit, scratch).run();
+        case INT8: return Tile<int8_t>(job, unit, scratch).run();
+    }
 }
 
 }  // namespace

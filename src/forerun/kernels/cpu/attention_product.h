@@ -1,6 +1,6 @@
 // How attention reads what the cache holds, and the one inner loop of both its products (queries with keys, weights
 // with values). An element type of the cache needs three things: load_pair() (product.h), lay_out_eight() and
-// store_features() (here).
+// store_features() (here). Codes are laid out as the floats that they stand for, keys and values both.
 //
 // Promise: each score is one chain of fused multiply-adds in the order of the features, each output in a block one
 // chain in the order of the keys, however many queries there are.
@@ -13,20 +13,33 @@ namespace {
 
 using namespace forerun;
 
-// Where the positions of one block of a path lie, counted in elements from the first slot. Positions that the path does
-// not have lie where its first one does: nothing of them is ever seen.
+// What the products work on: codes are multiplied with their scales first, so that the rest is that of floats.
+template <typename T>
+struct Multiplied {
+    using type = T;
+};
+template <>
+struct Multiplied<int8_t> {
+    using type = float;
+};
+
+// Where the positions of one block of a path lie, counted in elements and in scales from the first slot. Positions that
+// the path does not have lie where its first one does: nothing of them is ever seen.
 struct KeyBlock {
     const Path* path = nullptr;
     long number = -1;
-    long offsets[KEY_BLOCK];
+    long offsets[KEY_BLOCK], scales[KEY_BLOCK];
 
     // False, and nothing changed, if the path has no such block.
-    bool find(const Path& wanted, long block, long row_size) {
+    bool find(const Path& wanted, long block, long kv_heads, long size) {
         if (path == &wanted && number == block) return true;
         long first = block * KEY_BLOCK, known = wanted.length - first;
         if (known <= 0) return false;
         path = &wanted, number = block;
-        for (long i = 0; i < KEY_BLOCK; ++i) offsets[i] = wanted.slots[first + (i < known ? i : 0)] * row_size;
+        for (long i = 0; i < KEY_BLOCK; ++i) {
+            scales[i] = wanted.slots[first + (i < known ? i : 0)] * kv_heads;
+            offsets[i] = scales[i] * size;
+        }
         return true;
     }
 };
@@ -63,13 +76,47 @@ FORERUN_INLINE void lay_out_eight(const uint16_t* keys, const long* offsets, flo
 
 // The first `count` keys of a block to [feature][KEY_BLOCK], whole panels of it, so that lanes can be keys.
 template <typename T>
-void lay_out_keys(const T* keys, const KeyBlock& block, long count, long size, T* panels) {
+void lay_out_keys(const T* keys, const float*, const KeyBlock& block, long count, long size, T* panels) {
     constexpr long WORDS = PANEL * sizeof(T) / sizeof(float);
     for (long first = 0; first < count; first += PANEL)
         for (long word = 0; word < WORDS; word += 8)
             for (long d = 0; d < size; d += 8)
                 lay_out_eight(keys + d, block.offsets + first + word, (float*)(panels + d * KEY_BLOCK + first) + word,
                               KEY_BLOCK * sizeof(T) / sizeof(float));
+}
+
+// The same of codes: the numbers that they stand for.
+inline void lay_out_keys(const int8_t* keys, const float* scales, const KeyBlock& block, long count, long size,
+                         float* panels) {
+    for (long first = 0; first < (count + PANEL - 1) / PANEL * PANEL; first += 8) {
+        __m256 factors[8];
+        for (int i = 0; i < 8; ++i) factors[i] = _mm256_set1_ps(scales[block.scales[first + i]]);
+        for (long d = 0; d < size; d += 8) {
+            __m256 rows[8];
+            for (int i = 0; i < 8; ++i)
+                rows[i] = _mm256_mul_ps(load_eight(keys + block.offsets[first + i] + d), factors[i]);
+            transpose_8x8(rows, panels + d * KEY_BLOCK + first, KEY_BLOCK);
+        }
+    }
+}
+
+// The first `count` values of a block as numbers, one behind the other, with zeros up to the padded size.
+inline void lay_out_values(const int8_t* values, const float* scales, const KeyBlock& block, long count, long size,
+                           long padded, float* to) {
+    for (long i = 0; i < count; ++i, to += padded) {
+        __m256 factor = _mm256_set1_ps(scales[block.scales[i]]);
+        for (long d = 0; d < size; d += 8)
+            _mm256_storeu_ps(to + d, _mm256_mul_ps(load_eight(values + block.offsets[i] + d), factor));
+        memset(to + size, 0, (padded - size) * sizeof(float));
+    }
+}
+
+template <typename T>
+void lay_out_values(const T* values, const float*, const KeyBlock& block, long count, long size, long padded, T* to) {
+    for (long i = 0; i < count; ++i, to += padded) {
+        memcpy(to, values + block.offsets[i], size * sizeof(T));
+        memset(to + size, 0, (padded - size) * sizeof(T));
+    }
 }
 
 // What a product fetches into the cache meanwhile: in step k the memory line lines[k >> shift], counted from `base`.

@@ -82,11 +82,12 @@ class RotationArgument(ctypes.Structure):
     """`Rotation` of operations.h."""
 
     _fields_ = (
-        *((name, c_void_p) for name in ("qkv", "q", "keys", "values", "cosines", "sines", "positions", "slots")),
+        *((name, c_void_p) for name in ("qkv", "q", "keys", "values", "key_scales", "value_scales")),
+        *((name, c_void_p) for name in ("cosines", "sines", "positions", "slots")),
         ("query_norm", NormArgument),
         ("key_norm", NormArgument),
         *((name, c_int64) for name in ("rows", "heads", "kv_heads", "head_dim", "half")),
-        ("bf16", c_bool),
+        ("format", c_int32),
     )
 
 
@@ -94,11 +95,12 @@ class AttentionArgument(ctypes.Structure):
     """`Attention` of operations.h."""
 
     _fields_ = (
-        *((name, c_void_p) for name in ("q", "out", "keys", "values", "paths", "positions", "rows", "path_of")),
+        *((name, c_void_p) for name in ("q", "out", "keys", "values", "key_scales", "value_scales")),
+        *((name, c_void_p) for name in ("paths", "positions", "rows", "path_of")),
         *((name, c_long) for name in ("heads", "kv_heads", "head_dim", "window")),
         ("scale", c_float),
         ("softcap", c_float),
-        ("bf16", c_bool),
+        ("format", c_int32),
     )
 
 
@@ -174,11 +176,11 @@ class StepArgument(ctypes.Structure):
         *((name, c_void_p) for name in ("token_ids", "positions", "slots", "logit_rows")),
         *((name, c_void_p) for name in ("order", "path_of", "groups", "paths")),
         *((name, c_int64) for name in ("rows", "wanted", "group_count")),
-        *((name, c_void_p) for name in ("keys", "values")),
-        ("layer_bytes", c_int64),
+        *((name, c_void_p) for name in ("keys", "values", "key_scales", "value_scales")),
+        *((name, c_int64) for name in ("layer_bytes", "layer_scales")),
         ("rotary", POINTER(RotaryTableArgument)),
         ("logits", c_void_p),
-        ("bf16", c_bool),
+        ("format", c_int32),
     )
 
 

@@ -119,10 +119,10 @@ class CpuKernels:
             return q[: prepared.rows].contiguous()
         q, job = torch.empty(prepared.rows, spec.heads * size), arguments.rotation(spec)
         job.qkv, job.q, job.rows = qkv.data_ptr(), q.data_ptr(), prepared.rows
-        job.keys, job.values = prepared.of(store).layer(layer, spec)
+        prepared.of(store).place(job, layer, spec)
         cosines, sines = prepared.check_rotary(spec.rotary, size)
         job.cosines, job.sines, job.half = cosines.data_ptr(), sines.data_ptr(), cosines.shape[1]
-        job.positions, job.slots, job.bf16 = prepared.at.positions, prepared.at.slots, prepared.layout.bf16
+        job.positions, job.slots = prepared.at.positions, prepared.at.slots
         _check(self._library.forerun_rotate(self._context, byref(job)))
         return q
 
@@ -133,9 +133,8 @@ class CpuKernels:
             return out[: prepared.rows].contiguous()
         out, at, job = torch.empty(q.shape), prepared.at, arguments.attention(spec)
         job.q, job.out = q.data_ptr(), out.data_ptr()
-        job.keys, job.values = prepared.of(store).layer(layer, spec)
+        prepared.of(store).place(job, layer, spec)
         job.paths, job.positions, job.rows, job.path_of = at.paths, at.positions, at.order, at.path_of
-        job.bf16 = prepared.layout.bf16
         _check(self._library.forerun_attend(self._context, byref(job), at.groups, len(prepared.groups) - 1))
         return out
 

@@ -57,6 +57,9 @@ void norm_row(const float* x, Norm norm, const float* residual, float* y, long s
     }
 }
 
+// `SMALLEST` and `LARGEST_SCALE` of kernels/kv_store.py.
+constexpr float SMALLEST = 0x1p-120f, LARGEST_SCALE = 0x1p121f;
+
 // Norm (if any) and RoPE of one head: first and second half of the turning features turn together.
 void rotate_head(const float* x, Norm norm, const float* cosines, const float* sines, long size, long half, float* y) {
     if (norm.weight)
@@ -72,12 +75,40 @@ void rotate_head(const float* x, Norm norm, const float* cosines, const float* s
     }
 }
 
-void store_head(const float* x, void* to, bool bf16, long at, long size) {
-    if (!bf16) {
-        memcpy((float*)to + at, x, size * sizeof(float));
-        return;
+FORERUN_INLINE float finite(float x) { return __builtin_isfinite(x) ? x : 0.0f; }
+
+// As `encode` of kernels/kv_store.py does. Returns the scale.
+float store_codes(const float* x, int8_t* codes, long size) {
+    const vfloat magic = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
+    float greatest = 0;
+    for (long i = 0; i < size; ++i) {
+        float magnitude = __builtin_fabsf(finite(x[i]));
+        greatest = magnitude > greatest ? magnitude : greatest;
     }
-    for (long i = 0; i < size; i += LANES) store_part((uint16_t*)to + at + i, load_part(x + i, size - i), size - i);
+    if (greatest < SMALLEST) {
+        memset(codes, 0, size);
+        return 0;
+    }
+    float factor = 127.0f / greatest;
+    for (long i = 0; i < size; i += LANES) {
+        vfloat part = load_part(x + i, size - i);
+        part = (vfloat)((vint)part & (vint)(part - part == vfloat{}));  // what is not finite to 0
+        vint whole = (vint)(part * factor + magic) - (vint)magic;
+        store_part(codes + i, whole, size - i);
+    }
+    float scale = greatest / 127.0f;
+    return scale < LARGEST_SCALE ? scale : LARGEST_SCALE;
+}
+
+void store_head(const float* x, void* to, float* scales, int32_t format, long head, long size) {
+    long at = head * size;
+    if (format == FLOAT32)
+        memcpy((float*)to + at, x, size * sizeof(float));
+    else if (format == INT8)
+        scales[head] = store_codes(x, (int8_t*)to + at, size);
+    else
+        for (long i = 0; i < size; i += LANES)
+            store_part((uint16_t*)to + at + i, load_part(x + i, size - i), size - i);
 }
 
 void rotate(const Rotation& job, long row, long kv_head) {
@@ -88,13 +119,13 @@ void rotate(const Rotation& job, long row, long kv_head) {
     const float* sines = job.sines + job.positions[row] * job.half;
     for (long h = kv_head * group; h < (kv_head + 1) * group; ++h)
         rotate_head(x + h * size, job.query_norm, cosines, sines, size, job.half, job.q + (row * job.heads + h) * size);
-    long at = (job.slots[row] * job.kv_heads + kv_head) * size;
+    long to = job.slots[row] * job.kv_heads + kv_head;
     rotate_head(x + (job.heads + kv_head) * size, job.key_norm, cosines, sines, size, job.half, buffer);
-    store_head(buffer, job.keys, job.bf16, at, size);
+    store_head(buffer, job.keys, job.key_scales, job.format, to, size);
     // Attention multiplies what a row does not see by 0; a value that is not finite would be seen through that.
     const float* value = x + (job.heads + job.kv_heads + kv_head) * size;
-    for (long i = 0; i < size; ++i) buffer[i] = __builtin_isfinite(value[i]) ? value[i] : 0.0f;
-    store_head(buffer, job.values, job.bf16, at, size);
+    for (long i = 0; i < size; ++i) buffer[i] = finite(value[i]);
+    store_head(buffer, job.values, job.value_scales, job.format, to, size);
 }
 
 void gate_part(const float* gates, const float* ups, float* y, long size, bool gelu) {

@@ -17,7 +17,10 @@ struct Norm {
 };
 
 // What a weight's values are. The meaning of the quantised ones is said in kernels/quantized.py.
+// Keys and values have the first three: INT8 with a scale per vector (kernels/kv_store.py).
 enum Format : int32_t { FLOAT32 = 0, BFLOAT16 = 1, INT8 = 2, INT8_GROUPS = 3, INT4_GROUPS = 4 };
+
+constexpr long element_bytes(int32_t format) { return format == FLOAT32 ? 4 : format == BFLOAT16 ? 2 : 1; }
 
 // A packed linear layer with n outputs and k inputs.
 struct Weight {
@@ -79,12 +82,13 @@ struct Embedding {
 struct Rotation {
     const float* qkv;  // [rows, (heads + 2 kv_heads) * head_dim]
     float* q;          // [rows, heads * head_dim]
-    void *keys, *values;  // [slots, kv_heads, head_dim]
+    void *keys, *values;               // [slots, kv_heads, head_dim]
+    float *key_scales, *value_scales;  // of INT8: [slots, kv_heads]
     const float *cosines, *sines;  // [positions, half]
     const int64_t *positions, *slots;  // [rows]
     Norm query_norm, key_norm;
     int64_t rows, heads, kv_heads, head_dim, half;
-    bool bf16;
+    int32_t format;  // of keys and values
 };
 
 struct Path {
@@ -95,14 +99,15 @@ struct Path {
 struct Attention {
     const float* q;  // [rows, heads * head_dim]
     float* out;
-    const void *keys, *values;  // [slots, kv_heads, head_dim]
+    const void *keys, *values;               // [slots, kv_heads, head_dim]
+    const float *key_scales, *value_scales;  // of INT8: [slots, kv_heads]
     const Path* paths;
     const int64_t* positions;  // [rows]
     const int64_t* rows;       // rows of the batch, those of a group together
     const int64_t* path_of;    // for each entry of `rows`
     long heads, kv_heads, head_dim, window;  // window 0: all
     float scale, softcap;                    // softcap 0: off
-    bool bf16;
+    int32_t format;                          // of keys and values
 };
 
 // What one thread does at a time: entries [first, last) of Attention::rows, which belong to one sequence, and key/value

@@ -1,21 +1,26 @@
 """A batch laid out for the native kernels: plain integer arrays whose every value has been checked."""
 
+import ctypes
 from collections.abc import Collection, Sequence
+from ctypes import c_float
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from forerun.errors import EngineError
 from forerun.kernels.base import AttentionSpec
 from forerun.kernels.batch import AttentionPath, IntArray, TokenBatch
-from forerun.kernels.cpu.binding import address, floats, integers, is_bf16
+from forerun.kernels.cpu.binding import AttentionArgument, RotationArgument, address, floats, integers
+from forerun.kernels.cpu.weights import BFLOAT16, FLOAT32, INT8
 from forerun.kernels.kv_store import KVStore
 from forerun.kernels.reference import ReferenceKernels
 
+_FORMATS = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16, torch.int8: INT8}
 _UNLIMITED = int(np.iinfo(np.int64).max)
 
 
@@ -33,19 +38,33 @@ class Addresses(NamedTuple):
 
 @dataclass(frozen=True)
 class StoreLayout:
-    """A store that was checked: where keys and values lie, and its shape. layer_bytes: from one layer to the next."""
+    """A store that was checked: where keys and values (and their scales, if any) lie, and its shape.
+
+    layer_bytes, layer_scales: from one layer to the next, bytes of keys and number of scales. format: `Format` of
+    operations.h.
+    """
 
     keys: int
     values: int
+    key_scales: int | None
+    value_scales: int | None
     layers: int
     layer_bytes: int
+    layer_scales: int
     heads: tuple[int, int]
-    bf16: bool
+    format: int
 
-    def layer(self, number: int, spec: AttentionSpec) -> tuple[int, int]:
-        """Where the layer's keys and values lie. Raises EngineError if there is no such layer or its heads differ."""
-        self.check(number + 1, [(spec.kv_heads, spec.head_dim)])
-        return self.keys + number * self.layer_bytes, self.values + number * self.layer_bytes
+    def place(self, job: RotationArgument | AttentionArgument, layer: int, spec: AttentionSpec) -> None:
+        """Tell an operation where the layer's keys and values lie.
+
+        Raises EngineError if there is no such layer or its heads differ.
+        """
+        self.check(layer + 1, [(spec.kv_heads, spec.head_dim)])
+        job.keys, job.values = self.keys + layer * self.layer_bytes, self.values + layer * self.layer_bytes
+        job.format = self.format
+        if self.key_scales is not None and self.value_scales is not None:
+            before = layer * self.layer_scales * ctypes.sizeof(c_float)
+            job.key_scales, job.value_scales = self.key_scales + before, self.value_scales + before
 
     def check(self, layers: int, heads: Collection[tuple[int, int]]) -> None:
         """Raise EngineError unless there are so many layers and all `heads`, (kv_heads, head_dim), are those here."""
@@ -176,12 +195,32 @@ def _groups(ordered: Sequence[AttentionPath]) -> tuple[list[int], dict[int, int]
 
 
 def _store_layout(store: KVStore) -> StoreLayout:
-    bf16 = is_bf16(store.keys, 4)
-    if is_bf16(store.values, 4) is not bf16 or store.values.shape != store.keys.shape:
-        raise EngineError("keys and values of a store must have one shape and type")
     layers, slots, kv_heads, size = store.keys.shape
-    layer_bytes = slots * kv_heads * size * store.keys.itemsize
-    return StoreLayout(store.keys.data_ptr(), store.values.data_ptr(), layers, layer_bytes, (kv_heads, size), bf16)
+    for numbers in (store.keys, store.values):
+        if numbers.shape != store.keys.shape or numbers.dtype is not store.keys.dtype or not _readable(numbers):
+            raise EngineError(
+                f"keys and values of a store must be contiguous on the CPU, of one shape and of one type out of "
+                f"{', '.join(map(str, _FORMATS))}; got {numbers.dtype} {list(numbers.shape)} on {numbers.device}"
+            )
+    scales = [store.key_scales, store.value_scales]
+    lacking = any(one is None or floats(one, layers, slots, kv_heads) is not one for one in scales)
+    if store.keys.dtype is torch.int8 and lacking:
+        raise EngineError("a store of int8 codes must have scales for them, contiguous; use KVStore.allocate()")
+    return StoreLayout(
+        keys=store.keys.data_ptr(),
+        values=store.values.data_ptr(),
+        key_scales=None if store.key_scales is None else store.key_scales.data_ptr(),
+        value_scales=None if store.value_scales is None else store.value_scales.data_ptr(),
+        layers=layers,
+        layer_bytes=slots * kv_heads * size * store.keys.itemsize,
+        layer_scales=slots * kv_heads,
+        heads=(kv_heads, size),
+        format=_FORMATS[store.keys.dtype],
+    )
+
+
+def _readable(numbers: Tensor) -> bool:
+    return numbers.dtype in _FORMATS and numbers.is_contiguous() and numbers.is_cpu
 
 
 def _path_slots(path: AttentionPath, reach: int, store: KVStore) -> IntArray:

@@ -54,20 +54,28 @@ private:
         return job;
     }
 
+    // Where the layer's keys and values lie.
+    template <typename Job>
+    void place(Job& job, int32_t layer) const {
+        job.keys = step_.keys + layer * step_.layer_bytes;
+        job.values = step_.values + layer * step_.layer_bytes;
+        job.key_scales = step_.format == INT8 ? step_.key_scales + layer * step_.layer_scales : nullptr;
+        job.value_scales = step_.format == INT8 ? step_.value_scales + layer * step_.layer_scales : nullptr;
+        job.format = step_.format;
+    }
+
     Rotation rotation(const Instruction& instruction) const {
         Rotation job = instruction.rotation;
         const RotaryTable& table = step_.rotary[instruction.rotary];
         job.qkv = at(instruction.x);
         job.q = at(instruction.y);
-        job.keys = step_.keys + instruction.layer * step_.layer_bytes;
-        job.values = step_.values + instruction.layer * step_.layer_bytes;
+        place(job, instruction.layer);
         job.cosines = table.cosines;
         job.sines = table.sines;
         job.half = table.half;
         job.positions = step_.positions;
         job.slots = step_.slots;
         job.rows = step_.rows;
-        job.bf16 = step_.bf16;
         return job;
     }
 
@@ -75,13 +83,11 @@ private:
         Attention job = instruction.attention;
         job.q = at(instruction.x);
         job.out = at(instruction.y);
-        job.keys = step_.keys + instruction.layer * step_.layer_bytes;
-        job.values = step_.values + instruction.layer * step_.layer_bytes;
+        place(job, instruction.layer);
         job.paths = step_.paths;
         job.positions = step_.positions;
         job.rows = step_.order;
         job.path_of = step_.path_of;
-        job.bf16 = step_.bf16;
         return job;
     }
 
@@ -104,7 +110,8 @@ private:
         if (instruction.code == LINEAR) larger(need_, need_of(projection(instruction), operations_));
         if (instruction.code == MIXTURE) larger(need_, need_of(mixture(instruction), operations_));
         if (instruction.code != ATTEND) return;
-        const Attention& job = instruction.attention;
+        Attention job = instruction.attention;
+        job.format = step_.format;
         larger(need_, need_of(job, operations_));
         if (!units(job))
             units_.push_back(

@@ -46,10 +46,11 @@ struct Step {
     const Path* paths;
     int64_t rows, wanted, group_count;
     char *keys, *values;
-    int64_t layer_bytes;  // from one layer to the next
+    float *key_scales, *value_scales;    // of INT8
+    int64_t layer_bytes, layer_scales;  // from one layer to the next: bytes of keys, and scales
     const RotaryTable* rotary;
     float* logits;
-    bool bf16;  // keys and values
+    int32_t format;  // of keys and values
 };
 
 // False when memory is short.

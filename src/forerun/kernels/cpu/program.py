@@ -203,8 +203,9 @@ class Program:
         step = StepArgument(
             *(address(token_ids), at.positions, at.slots, at.logit_rows, at.order, at.path_of, at.groups, at.paths),
             *(prepared.rows, wanted, len(prepared.groups) - 1),
-            *(layout.keys, layout.values, layout.layer_bytes, self._rotary(prepared.rotary)),
-            *(logits.data_ptr(), layout.bf16),
+            *(layout.keys, layout.values, layout.key_scales, layout.value_scales),
+            *(layout.layer_bytes, layout.layer_scales, self._rotary(prepared.rotary)),
+            *(logits.data_ptr(), layout.format),
         )
         if self._run(self._context, byref(self._argument), byref(step)):
             raise EngineError("no memory for a native step's working space; lower the tokens per step")

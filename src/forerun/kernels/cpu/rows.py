@@ -1,4 +1,4 @@
-"""Native passes over rows of float32 numbers, and the moves of slots: `choice.h`. What they are for is said by their callers.
+"""Native passes over rows of float32 numbers, and the moves of slots: `choice.h`. Their callers say what for.
 
 Every method gives the bits that numpy gives. An array that the native code cannot read is the caller's to keep away:
 `takes` tells.

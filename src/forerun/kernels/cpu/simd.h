@@ -28,9 +28,11 @@ constexpr int PANEL = 2 * LANES;  // columns of a weight panel: two vectors
 typedef float vfloat __attribute__((vector_size(LANES * 4), may_alias));
 typedef int32_t vint __attribute__((vector_size(LANES * 4), may_alias));
 typedef uint16_t vhalf __attribute__((vector_size(LANES * 2), may_alias));
+typedef int8_t vbyte __attribute__((vector_size(LANES), may_alias));
 typedef float vfloat_at __attribute__((vector_size(LANES * 4), aligned(4), may_alias));  // at any address
 typedef int32_t vint_at __attribute__((vector_size(LANES * 4), aligned(2), may_alias));
 typedef uint16_t vhalf_at __attribute__((vector_size(LANES * 2), aligned(2), may_alias));
+typedef int8_t vbyte_at __attribute__((vector_size(LANES), aligned(1), may_alias));
 
 FORERUN_INLINE vfloat load(const float* at) { return *(const vfloat_at*)at; }
 FORERUN_INLINE void store(float* at, vfloat v) { *(vfloat_at*)at = v; }
@@ -78,6 +80,9 @@ FORERUN_INLINE void store(uint16_t* at, vfloat v) {
     *(vhalf_at*)at = __builtin_convertvector(rounded >> 16, vhalf);
 }
 
+// Integers that fit.
+FORERUN_INLINE void store(int8_t* at, vint v) { *(vbyte_at*)at = __builtin_convertvector(v, vbyte); }
+
 // The first `count` values (0 < count <= LANES), the rest zero; and the reverse.
 template <typename T>
 FORERUN_INLINE vfloat load_part(const T* at, long count) {
@@ -87,8 +92,8 @@ FORERUN_INLINE vfloat load_part(const T* at, long count) {
     return load(buffer);
 }
 
-template <typename T>
-FORERUN_INLINE void store_part(T* at, vfloat v, long count) {
+template <typename T, typename Vector>
+FORERUN_INLINE void store_part(T* at, Vector v, long count) {
     if (count >= LANES) return store(at, v);
     T buffer[LANES];
     store(buffer, v);
@@ -118,6 +123,9 @@ FORERUN_INLINE __m256 load_eight(const float* at) { return _mm256_loadu_ps(at); 
 FORERUN_INLINE __m256 load_eight(const uint16_t* at) {
     __m128i half = _mm_loadu_si128((const __m128i*)at);
     return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(half), 16));
+}
+FORERUN_INLINE __m256 load_eight(const int8_t* at) {
+    return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)at)));
 }
 
 FORERUN_INLINE vfloat larger(vfloat a, vfloat b) { return a > b ? a : b; }

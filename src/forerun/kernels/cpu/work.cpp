@@ -122,7 +122,7 @@ void rotate(Member& member, const Operations& operations, const Rotation& job) {
 std::vector<AttentionUnit> attention_units(const Attention& job, const int64_t* groups, long group_count, int threads) {
     constexpr long FULL = MAX_QUERIES / 12 * 12;  // whole blocks of rows in the products of every instruction set
     constexpr long NEAR_BYTES = 512;              // at each position: blocks of so many heads share the cache
-    long group = job.heads / job.kv_heads, bytes = job.head_dim * (job.bf16 ? 2 : 4), longest = 1;
+    long group = job.heads / job.kv_heads, bytes = job.head_dim * element_bytes(job.format), longest = 1;
     for (long g = 0; g < group_count; ++g) longest = std::max(longest, (long)(groups[g + 1] - groups[g]));
     long tile = std::min(longest, std::max(1L, FULL / group));
     auto count = [&](long rows, long heads) {

@@ -4,35 +4,36 @@ import torch
 from torch import Tensor
 
 from forerun.kernels.base import AttentionSpec
+from forerun.kernels.kv_store import KVStore
 from forerun.kernels.reference.layout import KEY_BLOCK, QUERY_TILE, AttentionLayout
 from forerun.kernels.reference.tiles import exactly
 
 
-def attend(q: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec, layout: AttentionLayout) -> Tensor:
-    """Softmax(q K^T * scale) V over each row's visible keys.
+def attend(q: Tensor, store: KVStore, layer: int, spec: AttentionSpec, layout: AttentionLayout) -> Tensor:
+    """Softmax(q K^T * scale) V over each row's visible keys in one layer of the store.
 
-    q: float32 [rows', heads * head_dim]. keys, values: [slots + 1, kv_heads, head_dim], one layer of the store.
-    Returns float32 [rows', heads * head_dim].
+    q: float32 [rows', heads * head_dim]. Returns float32 [rows', heads * head_dim].
     """
     pairs = len(layout.tile_rows)
     group, size = spec.heads // spec.kv_heads, spec.head_dim
     queries = q.view(-1, spec.kv_heads, group, size)[layout.tile_rows]  # [pairs, tile, kv_heads, group, size]
     queries = queries.permute(0, 2, 3, 1, 4).reshape(pairs * spec.kv_heads, group * QUERY_TILE, size)
-    scores = torch.bmm(queries, _gather(keys, layout).transpose(1, 2)) * spec.scale
+    keys = _by_head(store.read_keys(layer, layout.key_slots))
+    scores = torch.bmm(queries, keys.transpose(1, 2)) * spec.scale
     if spec.softcap is not None:
         scores = exactly(torch.tanh, scores / spec.softcap) * spec.softcap
     scores = scores.view(pairs, spec.kv_heads * group, QUERY_TILE, KEY_BLOCK)
     scores = scores.masked_fill(~layout.visible[:, None], -torch.inf)
     top = scores.amax(-1)
     weights = exactly(torch.exp, scores - _finite(top)[..., None])
-    sums = torch.bmm(weights.view(pairs * spec.kv_heads, group * QUERY_TILE, KEY_BLOCK), _gather(values, layout))
+    values = _by_head(store.read_values(layer, layout.key_slots))
+    sums = torch.bmm(weights.view(pairs * spec.kv_heads, group * QUERY_TILE, KEY_BLOCK), values)
     return _combine(top, weights.sum(-1), sums.view(pairs, spec.heads, QUERY_TILE, size), layout)
 
 
-def _gather(store: Tensor, layout: AttentionLayout) -> Tensor:
-    """The keys (or values) of every pair: float32 [pairs * kv_heads, KEY_BLOCK, head_dim]."""
-    gathered = store[layout.key_slots].transpose(1, 2).float()
-    return gathered.reshape(-1, KEY_BLOCK, gathered.shape[-1])
+def _by_head(gathered: Tensor) -> Tensor:
+    """Keys (or values) [pairs, KEY_BLOCK, kv_heads, head_dim] as [pairs * kv_heads, KEY_BLOCK, head_dim]."""
+    return gathered.transpose(1, 2).reshape(-1, KEY_BLOCK, gathered.shape[-1])
 
 
 def _combine(top: Tensor, weight: Tensor, sums: Tensor, layout: AttentionLayout) -> Tensor:

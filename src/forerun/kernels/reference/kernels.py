@@ -82,13 +82,11 @@ class ReferenceKernels:
         q, k, v = qkv.view(len(qkv), -1, spec.head_dim).split([spec.heads, spec.kv_heads, spec.kv_heads], dim=1)
         q = rotate(rms_norm(q, spec.query_norm), cos, sin)
         k = rotate(rms_norm(k, spec.key_norm), cos, sin)
-        store.keys[layer].index_copy_(0, prepared.slots, k.to(store.keys.dtype))
-        v = torch.where(v.isfinite(), v, 0.0)
-        store.values[layer].index_copy_(0, prepared.slots, v.to(store.values.dtype))
+        store.write(layer, prepared.slots, k, v)
         return q.flatten(1)
 
     def attend(self, q: Tensor, spec: AttentionSpec, layer: int, prepared: PreparedBatch, store: KVStore) -> Tensor:
-        return attend(q, store.keys[layer], store.values[layer], spec, prepared.layout(spec.window))
+        return attend(q, store, layer, spec, prepared.layout(spec.window))
 
     def project_add(
         self, x: Tensor, packed: PackedLinear | PackedQuantized, residual: Tensor, norm: Norm | None = None
