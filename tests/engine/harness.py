@@ -10,6 +10,7 @@ from forerun.control.fixed import FixedController
 from forerun.drafting.base import DraftLimit
 from forerun.engine.engine import Engine
 from forerun.kernels import choose_kernels
+from forerun.kernels.cpu import CpuKernels, binding
 from forerun.kernels.reference import ReferenceKernels
 from forerun.verification.sampling import SamplingParams
 from tests.models.tiny import tiny_decoder
@@ -17,13 +18,18 @@ from tests.models.tiny import tiny_decoder
 VOCABULARY = 512
 CONTEXT = 256
 KERNELS = ("reference", "native")
+# Every instruction set of this machine with one thread and with two, as (name, threads).
+EVERY_KERNELS = ("reference", *((isa, threads) for isa in binding.supported() for threads in (1, 2)))
 
 
 @cache
-def decoder(family="llama", seed=0, dtype=torch.float32, kernels="reference", cache=None):
-    """A tiny decoder; loaded once per kind. "native" is whatever the machine has best."""
-    chosen = ReferenceKernels(device()) if kernels == "reference" else choose_kernels(device())
-    return tiny_decoder(family, seed=seed, dtype=dtype, kernels=chosen, cache=cache)
+def decoder(family="llama", seed=0, dtype=torch.float32, kernels="reference", cache=None, bits=None):
+    """A tiny decoder; loaded once per kind. "native" is whatever the machine has best. bits: of quantised layers."""
+    if isinstance(kernels, tuple):
+        chosen = CpuKernels(*kernels)
+    else:
+        chosen = ReferenceKernels(device()) if kernels == "reference" else choose_kernels(device())
+    return tiny_decoder(family, seed=seed, dtype=dtype, kernels=chosen, cache=cache, bits=bits)
 
 
 def device():

@@ -50,7 +50,7 @@ def test_real_answers_are_identical_with_and_without_speculation(llm):
     fast = llm.generate(tokens, params)  # finds its prompts in the prefix cache
     assert [output.token_ids for output in fast] == [output.token_ids for output in plain]
     assert [output.finish_reason for output in fast] == [output.finish_reason for output in plain]
-    assert sum(output.stats.accepted for output in fast) > 100, "nothing was speculated, so nothing was shown"
+    assert sum(output.stats.accepted for output in fast) > len(asked), "nothing was speculated, so nothing was shown"
     alone = slice(0, len(asked), 7)
     for one, own, expected in zip(tokens[alone], params[alone], plain[alone], strict=True):
         (output,) = llm.generate([one], own)

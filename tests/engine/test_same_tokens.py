@@ -1,5 +1,7 @@
 """Promise 1: the same tokens, whatever the drafter, the tree, the batch, the chunks, the cache and its pressure."""
 
+import os
+
 import pytest
 import torch
 from hypothesis import HealthCheck, given, note, settings
@@ -10,7 +12,7 @@ from forerun.drafting.suffix import SuffixDrafter
 from forerun.verification.sampling import SamplingParams
 from tests.drafting.scripted import Anti, Malicious, Oracle, Ragged, Random
 from tests.engine.guessing import truth_of
-from tests.engine.harness import CONTEXT, KERNELS, VOCABULARY, Ask, decoder, engine, plain, run, same
+from tests.engine.harness import CONTEXT, EVERY_KERNELS, KERNELS, VOCABULARY, Ask, decoder, engine, plain, run, same
 from tests.models.tiny import FAMILIES
 
 # Few words, so that answers repeat themselves and the suffix drafter has something to find.
@@ -63,10 +65,16 @@ def drafters(names, model, truth):
 
 
 HELD = [(torch.float32, None), (torch.bfloat16, None), (torch.bfloat16, torch.int8)]  # weights, and the cache
+EVERY_HELD = [(*held, None) for held in HELD] + [(torch.bfloat16, None, 8), (torch.bfloat16, None, 4)]  # and quantised
 NAMES = ["suffix", "same", "other", "oracle", "anti", "random", "malicious", "ragged"]
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+EXAMPLES = int(os.environ.get("FORERUN_EXAMPLES", "60"))
+
+
+@settings(
+    max_examples=EXAMPLES, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
+)
 @given(
     asks=ASKS,
     names=st.lists(st.sampled_from(NAMES), min_size=1, max_size=3, unique=True),
@@ -80,8 +88,8 @@ NAMES = ["suffix", "same", "other", "oracle", "anti", "random", "malicious", "ra
     page_size=st.sampled_from([4, 16]),
     prefix=st.booleans(),
     repeat=st.booleans(),
-    held=st.sampled_from(HELD),
-    kernels=st.sampled_from(KERNELS),
+    held=st.sampled_from(EVERY_HELD),
+    kernels=st.sampled_from(EVERY_KERNELS),
     family=st.sampled_from(sorted(FAMILIES)),
 )
 def test_tokens_and_logprobs_equal_those_of_the_request_alone(
@@ -101,7 +109,7 @@ def test_tokens_and_logprobs_equal_those_of_the_request_alone(
     kernels,
     family,
 ):
-    model = decoder(family, dtype=held[0], cache=held[1], kernels=kernels)
+    model = decoder(family, dtype=held[0], cache=held[1], bits=held[2], kernels=kernels)
     ends = frozenset(range(0, VOCABULARY, 40))
     alone, truth = truth_of(asks, model, end_tokens=ends)
     # As few pages as the longest request needs, and up to `pages` more: from constant preemption to none.

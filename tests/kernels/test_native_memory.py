@@ -76,6 +76,12 @@ def test_quantised_products_on_every_instruction_set(emulated):
     run(emulated, "-m", "pytest", "-q", "-p", "no:cacheprovider", *which)
 
 
+def test_the_same_tokens_on_every_instruction_set(emulated):
+    """Promise 1, with the kernels drawn from all of them, one thread and two, weights in every format."""
+    which = ("tests/engine/test_same_tokens.py", "-k", "tokens_and_logprobs")
+    run(emulated | {"FORERUN_EXAMPLES": "20"}, "-m", "pytest", "-q", "-p", "no:cacheprovider", *which)
+
+
 def test_a_read_past_the_end_would_be_noticed(sanitized):
     """What these tests rest on: the sanitizer sees the memory that tensors live in."""
     broken = (
