@@ -233,7 +233,7 @@ class EngineConfig(_Section):
     )
     device: Device = Field(default="auto", description="auto, cpu or cuda")
     threads: CountOrAuto = Field(
-        default=None, ge=1, le=MOST_THREADS, description="threads of the CPU kernels; auto: one per core"
+        default=None, ge=1, le=MOST_THREADS, description="threads of the CPU kernels; auto: as many as torch uses"
     )
     context_length: CountOrAuto = Field(
         default=None, ge=1, description="most tokens of prompt and answer; auto: the model's"

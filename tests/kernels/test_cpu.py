@@ -496,9 +496,28 @@ def test_an_unknown_instruction_set_is_refused_with_what_is_possible(monkeypatch
         load_cpu_kernels()
 
 
-def test_no_threads_are_refused():
-    with pytest.raises(ConfigError, match="at least 1"):
-        load_cpu_kernels(0)
+@pytest.mark.parametrize("threads", [0, -1, 1025, 2**32])
+def test_threads_that_cannot_be_are_refused(threads):
+    with pytest.raises(ConfigError, match="allowed are 1"):
+        load_cpu_kernels(threads)
+
+
+def test_results_are_float32_whatever_torch_makes_by_default():
+    kernels, weight, x = KERNELS[0], randn(40, 32), randn(3, 32)
+    want = kernels.norm_project(x, None, kernels.pack(weight))
+    gated = kernels.gate(x, "silu")
+    for dtype in (torch.bfloat16, torch.float64):
+        torch.set_default_dtype(dtype)
+        try:
+            assert torch.equal(kernels.norm_project(x, None, kernels.pack(weight)), want)
+            assert torch.equal(kernels.gate(x, "silu"), gated)
+        finally:
+            torch.set_default_dtype(torch.float32)
+
+
+def test_heads_that_share_nothing_evenly_are_refused():
+    with pytest.raises(EngineError, match="multiple"):
+        AttentionSpec(3, 2, 8, 1.0)
 
 
 def test_without_the_library_the_reason_is_said(monkeypatch, tmp_path):

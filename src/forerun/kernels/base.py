@@ -11,6 +11,7 @@ from typing import Any, Literal, Protocol
 
 from torch import Tensor
 
+from forerun.errors import EngineError
 from forerun.kernels.batch import TokenBatch
 from forerun.kernels.kv_store import KVStore
 from forerun.kernels.quantized import QuantizedWeight
@@ -46,6 +47,12 @@ class AttentionSpec:
     query_norm: Norm | None = None
     key_norm: Norm | None = None
     rotary: int = 0
+
+    def __post_init__(self) -> None:
+        if self.kv_heads < 1 or self.heads < 1 or self.heads % self.kv_heads:
+            raise EngineError(
+                f"attention of {self.heads} heads over {self.kv_heads} key/value heads; heads must be a multiple"
+            )
 
 
 @dataclass(frozen=True)

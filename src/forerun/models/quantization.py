@@ -50,7 +50,7 @@ def quantize_rows(weight: Tensor) -> QuantizedWeight:
     """
     _largest(weight)
     codes = torch.empty(weight.shape, dtype=torch.int8)
-    scales = torch.empty(weight.shape[0])
+    scales = torch.empty(weight.shape[0], dtype=torch.float32)
     for rows in _chunks(weight):
         part = weight[rows].float()
         scales[rows] = part.abs().amax(-1) / 127

@@ -306,6 +306,11 @@ def context(isa: str, threads: int) -> int:
     return int(handle)
 
 
+def new_floats(*shape: int) -> Tensor:
+    """Memory for a result: float32 on the CPU, whatever torch's defaults are set to."""
+    return torch.empty(shape, dtype=torch.float32, device="cpu")
+
+
 def floats(x: Tensor, *shape: int) -> Tensor:
     """X as a contiguous float32 CPU tensor of that shape, so that its pointer may be handed over.
 

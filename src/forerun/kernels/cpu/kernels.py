@@ -17,7 +17,7 @@ from forerun.errors import ConfigError, EngineError
 from forerun.kernels.base import Activation, AttentionSpec, Mixture, Norm, Operations
 from forerun.kernels.batch import TokenBatch
 from forerun.kernels.cpu import arguments, binding
-from forerun.kernels.cpu.binding import floats
+from forerun.kernels.cpu.binding import floats, new_floats
 from forerun.kernels.cpu.prepared import PreparedBatch, prepare
 from forerun.kernels.cpu.program import Recorded
 from forerun.kernels.cpu.weights import PackedLinear, Packer, memory_runs
@@ -30,12 +30,14 @@ from forerun.kernels.reference.tiles import pad_rows
 
 logger = logging.getLogger(__name__)
 
+MOST_THREADS = 1024  # more than any machine that this is for
+
 
 def load_cpu_kernels(threads: int | None = None, activation_bits: ActivationBits = 16) -> "CpuKernels | None":
     """The native kernels with that many threads (None = as many as torch uses), or None if there are none here.
 
     FORERUN_CPU_ISA forces an instruction set, or the reference; else it is the best that computes rightly. Raises
-    ConfigError if it names one that is not possible here, or if threads < 1.
+    ConfigError if it names one that is not possible here, or if threads is out of 1 .. MOST_THREADS.
     """
     isa = binding.chosen()
     if isa == "reference":
@@ -51,7 +53,10 @@ def _computes_rightly(isa: str) -> bool:
     """A small product on this instruction set, compared with the reference: a machine may differ from what it says."""
     generator = torch.Generator().manual_seed(0)
     codes = torch.randint(-128, 128, (48, 192), generator=generator).to(torch.int8)
-    weight, x = QuantizedWeight(codes, torch.rand(48, generator=generator)), torch.randn(17, 192, generator=generator)
+    weight, x = (
+        QuantizedWeight(codes, torch.rand(48, generator=generator, dtype=torch.float32)),
+        torch.randn(17, 192, generator=generator, dtype=torch.float32),
+    )
     native, reference = CpuKernels(isa, 1), ReferenceKernels("cpu")
     right = torch.equal(
         native.norm_project(x, None, native.pack(weight)), reference.norm_project(x, None, reference.pack(weight))
@@ -81,8 +86,8 @@ class CpuKernels:
         self, isa: str, threads: int | None = None, activation_bits: ActivationBits = 16, *, program: bool = True
     ) -> None:
         threads = torch.get_num_threads() if threads is None else threads
-        if threads < 1:
-            raise ConfigError(f"threads is {threads}; at least 1 is needed")
+        if not 1 <= threads <= MOST_THREADS:
+            raise ConfigError(f"threads is {threads}; allowed are 1 .. {MOST_THREADS}")
         self.name, self.threads, self.activation_bits, self._records = isa, threads, activation_bits, program
         self._context = binding.context(isa, threads)
         self._library = binding.library()
@@ -101,7 +106,7 @@ class CpuKernels:
     def embed(self, table: Tensor, prepared: PreparedBatch, scale: float) -> Tensor:
         job = arguments.embedding(table, scale)
         token_ids = binding.integers(prepared.token_ids, 0, len(table), "token ids")
-        x = torch.empty(prepared.rows, table.shape[1])
+        x = new_floats(prepared.rows, table.shape[1])
         job.token_ids, job.y, job.rows = token_ids.ctypes.data, x.data_ptr(), prepared.rows
         _check(self._library.forerun_embed(self._context, byref(job)))
         return x
@@ -117,7 +122,7 @@ class CpuKernels:
         if not arguments.covers_rotation(spec):
             q = self._reference.rotate_and_write(pad_rows(qkv), spec, layer, prepared.reference, store)
             return q[: prepared.rows].contiguous()
-        q, job = torch.empty(prepared.rows, spec.heads * size), arguments.rotation(spec)
+        q, job = new_floats(prepared.rows, spec.heads * size), arguments.rotation(spec)
         job.qkv, job.q, job.rows = qkv.data_ptr(), q.data_ptr(), prepared.rows
         prepared.of(store).place(job, layer, spec)
         cosines, sines = prepared.check_rotary(spec.rotary, size)
@@ -131,7 +136,7 @@ class CpuKernels:
         if not arguments.covers_attention(spec):
             out = self._reference.attend(pad_rows(q), spec, layer, prepared.reference, store)
             return out[: prepared.rows].contiguous()
-        out, at, job = torch.empty(q.shape), prepared.at, arguments.attention(spec)
+        out, at, job = new_floats(*q.shape), prepared.at, arguments.attention(spec)
         job.q, job.out = q.data_ptr(), out.data_ptr()
         prepared.of(store).place(job, layer, spec)
         job.paths, job.positions, job.rows, job.path_of = at.paths, at.positions, at.order, at.path_of
@@ -143,7 +148,7 @@ class CpuKernels:
 
     def gate(self, gate_up: Tensor, activation: Activation) -> Tensor:
         rows, size = gate_up.shape[0], gate_up.shape[1] // 2
-        gate_up, out, job = floats(gate_up, rows, 2 * size), torch.empty(rows, size), arguments.gate(size, activation)
+        gate_up, out, job = floats(gate_up, rows, 2 * size), new_floats(rows, size), arguments.gate(size, activation)
         job.gate_up, job.y, job.rows = gate_up.data_ptr(), out.data_ptr(), rows
         _check(self._library.forerun_gate(self._context, byref(job)))
         return out
@@ -155,7 +160,7 @@ class CpuKernels:
             gate = partial(self.gate, activation=activation)
             return residual + mix(rms_norm(x, norm), mixture, self._linear, gate)
         job, shape = arguments.mixture(mixture, norm, activation), (x.shape[0], mixture.router.columns)
-        x, residual, y = floats(x, *shape), floats(residual, *shape), torch.empty(shape)
+        x, residual, y = floats(x, *shape), floats(residual, *shape), new_floats(*shape)
         job.x, job.residual, job.y, job.rows = x.data_ptr(), residual.data_ptr(), y.data_ptr(), shape[0]
         _check(self._library.forerun_mixture(self._context, byref(job)))
         return y
@@ -167,9 +172,10 @@ class CpuKernels:
         return self._linear(x, packed, before=norm, index=prepared.logit_rows, softcap=softcap)
 
     def weight_reader(self, packed: Sequence[PackedLinear]) -> Callable[[], int]:
-        runs = memory_runs(packed)
+        held = tuple(packed)  # the weights live as long as their reader
+        runs = memory_runs(held)
 
-        def read() -> int:
+        def read(_held: object = held) -> int:
             for at, size in runs:
                 self._library.forerun_read(self._context, at, size)
             return sum(size for _, size in runs)
@@ -189,7 +195,7 @@ class CpuKernels:
         """Softcap(residual + after(before(x[index]) W^T + bias)); index: rows of x, checked by `prepare`."""
         x = floats(x, x.shape[0], packed.columns)
         rows = x.shape[0] if index is None else len(index)
-        y = torch.empty(rows, packed.rows)
+        y = new_floats(rows, packed.rows)
         if residual is not None:
             residual = floats(residual, rows, packed.rows)
         job = arguments.projection(packed, before, after, softcap)

@@ -1,4 +1,4 @@
-// The operations themselves, compiled once per instruction set (setup.py says with which flags and FORERUN_OPERATIONS).
+// The operations themselves, compiled once per instruction set (build.py says with which flags and FORERUN_OPERATIONS).
 #include "operations.h"
 
 #include "attention.h"

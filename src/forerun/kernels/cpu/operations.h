@@ -24,7 +24,7 @@ constexpr long element_bytes(int32_t format) { return format == FLOAT32 ? 4 : fo
 
 // A packed linear layer with n outputs and k inputs.
 struct Weight {
-    const void* values;  // panels, see pack.h
+    const void* values;  // panels, see linear.h and quantized_panel.h
     const float* bias;   // [n] or null
     int64_t n, k;
     int32_t format;

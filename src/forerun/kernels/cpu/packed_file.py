@@ -31,8 +31,10 @@ from forerun.kernels.linears import Linears, MadeLinear
 logger = logging.getLogger(__name__)
 
 MAGIC = b"forerunW"
-LAYOUT = 1  # of the file; raise it when files are laid out differently
-DATA = HUGE_PAGE  # the regions begin at a multiple of it, so that huge pages can map them
+LAYOUT = 2  # of the file; raise it when files are laid out differently
+DATA = (
+    8 * HUGE_PAGE
+)  # room for the index of some 70,000 layers; the regions begin at a multiple of it, so that huge pages can map them
 ALIGNMENT = 128
 _HEADER = struct.Struct("<8sQ32s")
 _STALE_SECONDS = 24 * 3600
@@ -50,7 +52,7 @@ class PackedFile(Linears):
 
     def __init__(self, kernels: CpuKernels, place: Path) -> None:
         super().__init__(kernels)
-        self._prefix = f"{place.name}-{kernels.name}-"
+        self._prefix = f"{place.name}-{kernels.name}-{kernels.activation_bits}-"
         self.path = place.with_name(f"{self._prefix}{_packing(kernels)}.bin")
         self._mapped = _map(self.path)
         self._layers: dict[str, _Layer] = {}
@@ -151,6 +153,8 @@ def _map(path: Path) -> _Mapped | None:
 
 def _read_index(file: BinaryIO) -> dict[str, Any]:
     magic, length, digest = _HEADER.unpack(file.read(_HEADER.size))
+    if length > os.fstat(file.fileno()).st_size:
+        raise ValueError("its index is longer than the file")
     if magic != MAGIC:
         raise ValueError(f"it begins with {magic!r}")
     encoded = file.read(length)

@@ -24,10 +24,17 @@ void pause_or_yield(int i) {
 }  // namespace
 
 Pool::Pool(int threads) : count_(threads), ranges_(new Range[threads]) {
-    for (int t = 1; t < threads; ++t) helpers_.emplace_back([this, t] { serve(t); });
+    try {
+        for (int t = 1; t < threads; ++t) helpers_.emplace_back([this, t] { serve(t); });
+    } catch (...) {  // the system has no more threads
+        end();
+        throw;
+    }
 }
 
-Pool::~Pool() {
+Pool::~Pool() { end(); }
+
+void Pool::end() {
     {
         std::lock_guard<std::mutex> lock(mutex_);
         ending_ = true;

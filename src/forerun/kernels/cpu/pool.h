@@ -70,6 +70,7 @@ private:
     };
 
     void open(Call call, const void* work);
+    void end();
     void serve(int thread);
     uint64_t await(uint64_t seen);
     void wait_for(uint64_t target) const;

@@ -87,24 +87,4 @@ FORERUN_INLINE void tile_of(long rows, const float* x, long x_stride, const T* w
 FORERUN_INLINE long blocks_of(long rows) { return (rows + BLOCK_ROWS - 1) / BLOCK_ROWS; }
 FORERUN_INLINE long block_start(long rows, long i) { return rows * i / blocks_of(rows); }
 
-// The same for any number of rows and panels whose weights are near (attention).
-template <typename T>
-FORERUN_INLINE void product(long rows, const float* x, long x_stride, const T* w, long w_stride, long panels,
-                            long k_count, float* out, long out_stride, bool accumulate) {
-    Ahead none = {(const char*)w, 0};
-    for (long i = 0; i < blocks_of(rows); ++i) {
-        long start = block_start(rows, i), count = block_start(rows, i + 1) - start;
-        const float* xs = x + start * x_stride;
-        float* ys = out + start * out_stride;
-        long p = 0;
-        if (count <= BLOCK_ROWS / 2)
-            for (; p + 2 <= panels; p += 2)
-                tile_of<2>(count, xs, x_stride, w + p * w_stride, w_stride, k_count, ys + p * PANEL, out_stride,
-                           accumulate, none);
-        for (; p < panels; ++p)
-            tile_of<1>(count, xs, x_stride, w + p * w_stride, w_stride, k_count, ys + p * PANEL, out_stride,
-                       accumulate, none);
-    }
-}
-
 }  // namespace

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NoReturn
 
-import torch
 from torch import Tensor
 
 from forerun.errors import EngineError
@@ -27,6 +26,7 @@ from forerun.kernels.cpu.binding import (
     address,
     integers,
     library,
+    new_floats,
 )
 from forerun.kernels.cpu.prepared import PreparedBatch
 from forerun.kernels.cpu.weights import PackedLinear
@@ -199,7 +199,7 @@ class Program:
         token_ids = self._check(prepared, store)
         layout, at = prepared.layout, prepared.at
         wanted = len(prepared.logit_rows)
-        logits = torch.empty(wanted, self._vocabulary)
+        logits = new_floats(wanted, self._vocabulary)
         step = StepArgument(
             *(address(token_ids), at.positions, at.slots, at.logit_rows, at.order, at.path_of, at.groups, at.paths),
             *(prepared.rows, wanted, len(prepared.groups) - 1),

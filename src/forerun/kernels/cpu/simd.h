@@ -119,11 +119,6 @@ FORERUN_INLINE void transpose_8x8(const __m256 (&in)[8], float* out, long stride
     }
 }
 
-FORERUN_INLINE __m256 load_eight(const float* at) { return _mm256_loadu_ps(at); }
-FORERUN_INLINE __m256 load_eight(const uint16_t* at) {
-    __m128i half = _mm_loadu_si128((const __m128i*)at);
-    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(half), 16));
-}
 FORERUN_INLINE __m256 load_eight(const int8_t* at) {
     return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)at)));
 }

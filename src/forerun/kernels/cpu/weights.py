@@ -21,7 +21,7 @@ FLOAT32, BFLOAT16, INT8, INT8_GROUPS, INT4_GROUPS = range(5)  # `Format` of oper
 
 @dataclass(frozen=True)
 class PackedLinear:
-    """A linear layer [rows, columns] = [out, in] in panels (see operations.cpp).
+    """A linear layer [rows, columns] = [out, in] in panels (see linear.h and quantized_panel.h).
 
     argument: what the library is told about it. regions: the memory that it points to, address and bytes each.
     held: what keeps that memory.
@@ -38,14 +38,14 @@ class Arena:
     """Hands out memory side by side in large pieces on huge pages; a piece lives as long as a weight in it."""
 
     def __init__(self) -> None:
-        self._piece = torch.empty(0, dtype=torch.uint8)
+        self._piece = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._used = 0
 
     def take(self, size: int) -> Tensor:
         """Uint8 [size], aligned to 128 bytes. Pages that nobody writes to take no memory."""
         size = -(-size // 128) * 128
         if self._used + size > len(self._piece):
-            piece = torch.empty(max(size, CHUNK) + HUGE_PAGE, dtype=torch.uint8)
+            piece = torch.empty(max(size, CHUNK) + HUGE_PAGE, dtype=torch.uint8, device="cpu")
             self._piece = piece[-piece.data_ptr() % HUGE_PAGE :]
             self._used = 0
             library().forerun_huge_pages(self._piece.data_ptr(), len(self._piece))
