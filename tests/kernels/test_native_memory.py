@@ -85,11 +85,11 @@ def test_the_same_tokens_on_every_instruction_set(emulated):
 def test_a_read_past_the_end_would_be_noticed(sanitized):
     """What these tests rest on: the sanitizer sees the memory that tensors live in."""
     broken = (
-        "import torch\n"
+        "import ctypes, torch\n"
         "from forerun.kernels.cpu import binding, CpuKernels\n"
         "kernels, x, y = CpuKernels('avx2', 1), torch.ones(1, 16), torch.ones(1, 16)\n"
         "gate = binding.GateArgument(x.data_ptr(), y.data_ptr(), 1, 1000, False)\n"
-        "binding.library().forerun_gate(binding.context('avx2', 1), binding.byref(gate))\n"
+        "binding.library().forerun_gate(binding.context('avx2', 1), ctypes.byref(gate))\n"
     )
     done = subprocess.run(
         [sys.executable, "-c", broken], env=sanitized, cwd=ROOT, capture_output=True, text=True, check=False
