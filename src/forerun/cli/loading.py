@@ -30,17 +30,6 @@ def load_llm(config: EngineConfig) -> "LLM":
 
 def load_target(config: EngineConfig) -> "LoadedModel":
     """The target alone: no cache, no drafters."""
-    import torch
+    from forerun.engine.build import load_target as load
 
-    from forerun.models.loader import load_model
-
-    if config.threads is not None:
-        torch.set_num_threads(config.threads)
-    return load_model(
-        config.model,
-        precision=config.precision,
-        cache_precision=config.cache.precision,
-        activation_bits=config.activation_bits,
-        device=config.device,
-        context_length=config.context_length,
-    )
+    return load(config)

@@ -28,14 +28,11 @@ class BuiltEngine:
     missing_drafters: dict[str, str]
 
 
-def build_engine(config: EngineConfig, *, progress: bool | None = None) -> BuiltEngine:
-    """Load what `config` names and put an engine together.
-
-    Raises the errors of loading a model, ConfigError for settings that do not fit together, CacheMemoryError.
-    """
+def load_target(config: EngineConfig, *, progress: bool | None = None) -> LoadedModel:
+    """The target alone, on the threads that `config` sets: no cache, no drafters. Raises the errors of loading one."""
     if config.threads is not None:
         torch.set_num_threads(config.threads)
-    model = load_model(
+    return load_model(
         config.model,
         precision=config.precision,
         cache_precision=config.cache.precision,
@@ -44,6 +41,14 @@ def build_engine(config: EngineConfig, *, progress: bool | None = None) -> Built
         context_length=config.context_length,
         progress=progress,
     )
+
+
+def build_engine(config: EngineConfig, *, progress: bool | None = None) -> BuiltEngine:
+    """Load what `config` names and put an engine together.
+
+    Raises the errors of loading a model, ConfigError for settings that do not fit together, CacheMemoryError.
+    """
+    model = load_target(config, progress=progress)
     missing: dict[str, str] = {}
     draft = _load_draft(config, model, missing) if "draft" in config.drafters else None
     context = min(model.decoder.context_limit, config.context_length or model.decoder.context_limit)

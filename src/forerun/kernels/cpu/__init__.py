@@ -1,4 +1,4 @@
-"""Native CPU kernels: C++ for AVX2 and AVX-512, chosen at run time; absent where they were not built or cannot run.
+"""Native CPU kernels: C++ for AVX2, AVX-512 and AMX, chosen at run time; absent where not built or unable to run.
 
 The sources lie here and are built by setup.py; binding.py is the only module that handles raw pointers.
 """

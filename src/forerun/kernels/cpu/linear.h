@@ -77,7 +77,7 @@ void linear_panels(const Linear& job, long panel, long start, long rows, const T
     for (long i = 0; i < blocks_of(rows); ++i, ++pass) {
         long row = start + block_start(rows, i), count = start + block_start(rows, i + 1) - row;
         Ahead next = {(const char*)ahead + pass * (bytes * k / passes), bytes / passes};
-        tile_of<PANELS>(count, job.x + row * k, k, w, PANEL * k, k, sums, PANELS * PANEL, false, next);
+        tile_of<PANELS>(count, job.x + row * k, k, w, PANEL * k, k, sums, PANELS * PANEL, next);
         finish(job, sums, PANELS * PANEL, row, count, column, columns);
     }
 }

@@ -53,7 +53,7 @@ class PackedFile(Linears):
     def __init__(self, kernels: CpuKernels, place: Path) -> None:
         super().__init__(kernels)
         self._prefix = f"{place.name}-{kernels.name}-{kernels.activation_bits}-"
-        self.path = place.with_name(f"{self._prefix}{_packing(kernels)}.bin")
+        self.path = place.with_name(f"{self._prefix}{_packing()}.bin")
         self._mapped = _map(self.path)
         self._layers: dict[str, _Layer] = {}
         self._made = False
@@ -126,9 +126,9 @@ class _Mapped:
         return _Layer(packed, described["bytes"], memory)
 
 
-def _packing(kernels: CpuKernels) -> str:
-    """A key of all that the packed form depends on, beside the instruction set."""
-    identity = (LAYOUT, kernels.activation_bits, _NUMBERS, _POINTERS)
+def _packing() -> str:
+    """A key of all that the packed form depends on, beside the instruction set and the activations' bits."""
+    identity = (LAYOUT, _NUMBERS, _POINTERS)
     return hashlib.sha256(repr(identity).encode() + LIBRARY.read_bytes()).hexdigest()[:8]
 
 

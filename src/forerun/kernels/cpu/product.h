@@ -35,16 +35,15 @@ struct Ahead {
     long step;
 };
 
-// out[r][p * PANEL + c] (+)= sum over k of x[r][k] * panel p [k][c], for ROWS rows and PANELS panels.
+// out[r][p * PANEL + c] = sum over k of x[r][k] * panel p [k][c], for ROWS rows and PANELS panels.
 template <int ROWS, int PANELS, typename T>
 __attribute__((noinline)) void tile(const float* x, long x_stride, const T* w, long w_stride, long k_count, float* out,
-                                    long out_stride, bool accumulate, Ahead ahead) {
+                                    long out_stride, Ahead ahead) {
     vfloat sums[ROWS][2 * PANELS];
 #pragma GCC unroll 16
     for (int r = 0; r < ROWS; ++r)
 #pragma GCC unroll 16
-        for (int v = 0; v < 2 * PANELS; ++v)
-            sums[r][v] = accumulate ? load(out + r * out_stride + v * LANES) : vfloat{};
+        for (int v = 0; v < 2 * PANELS; ++v) sums[r][v] = vfloat{};
     const float* base[(ROWS + 2) / 3];  // three rows per pointer: base, base + stride, base + 2 * stride
     for (int i = 0; i < (ROWS + 2) / 3; ++i) base[i] = x + 3 * i * x_stride;
     for (long k = 0; k < k_count; ++k) {
@@ -70,11 +69,11 @@ __attribute__((noinline)) void tile(const float* x, long x_stride, const T* w, l
 
 template <int PANELS, typename T>
 FORERUN_INLINE void tile_of(long rows, const float* x, long x_stride, const T* w, long w_stride, long k_count,
-                            float* out, long out_stride, bool accumulate, Ahead ahead) {
+                            float* out, long out_stride, Ahead ahead) {
 #define FORERUN_TILE(R)                                                                              \
     case R:                                                                                          \
         if constexpr (R <= BLOCK_ROWS && (PANELS == 1 || R <= BLOCK_ROWS / 2))                       \
-            tile<R, PANELS, T>(x, x_stride, w, w_stride, k_count, out, out_stride, accumulate, ahead); \
+            tile<R, PANELS, T>(x, x_stride, w, w_stride, k_count, out, out_stride, ahead);             \
         break;
     switch (rows) {
         FORERUN_TILE(1) FORERUN_TILE(2) FORERUN_TILE(3) FORERUN_TILE(4) FORERUN_TILE(5) FORERUN_TILE(6)
